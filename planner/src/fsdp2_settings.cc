@@ -25,6 +25,10 @@ void LeaveOutKnobs(Strategy& strategy, std::vector<LeftOut>& left_out) {
           "units stay on their smaller mesh between micro-batches; FSDP2 keeps them whole");
     knobs.part_after_backward = false;
   }
+  if (knobs.inner_reduce_ranks > 1) {
+    leave("inner_reduce_ranks", "reductions in two levels; FSDP2 reduces over all shards at once");
+    knobs.inner_reduce_ranks = 0;
+  }
   if (strategy.pytorch.value_or(kNewestPyTorch) != PyTorchVersion::k2_11) return;
   if (knobs.separate_reduce_scatter_communicator) {
     leave("separate_reduce_scatter_communicator",

@@ -36,6 +36,8 @@ bool IsScratch(const Buffer& buffer) {
     case BufferRole::kReduceScatterInput:
     case BufferRole::kReduceScatterOutput:
     case BufferRole::kPartialReduceOutput:
+    case BufferRole::kInnerReduceOutput:
+    case BufferRole::kInnerReduceAccumulated:
       return true;
     default:
       return false;

@@ -63,6 +63,8 @@ Arrangement ArrangementOf(BufferRole role) {
       return Arrangement::kWhole;
     case BufferRole::kAllGatherOutput:
     case BufferRole::kReduceScatterInput:
+    case BufferRole::kInnerReduceOutput:
+    case BufferRole::kInnerReduceAccumulated:
       return Arrangement::kGathered;
     default:
       return Arrangement::kShard;
@@ -78,6 +80,7 @@ std::int64_t PartNumel(const Buffer& buffer, std::int32_t part) {
 std::int64_t CopyResolver::PiecesOf(const Buffer& buffer, std::int64_t slots) const {
   const Unit& unit = plan_.units[buffer.unit];
   const std::int64_t shards = ShardCount(plan_, unit);
+  if (IsInnerReduced(buffer.role)) return shards;
   if (ArrangementOf(buffer.role) == Arrangement::kGathered) return slots;
   if (unit.post_forward_communicator < 0) return shards;
   if (buffer.role == BufferRole::kParamPostForwardShard) return slots;
@@ -186,9 +189,11 @@ void CopyResolver::Gather(const UnitParameter& parameter, const Place& src, cons
   }
 }
 
-// The whole gradient -> `slots` pieces, padded with zeros.
+// The whole gradient -> `slots` pieces, padded with zeros. `first_level`: ranks of the first of two
+// reductions.
 void CopyResolver::Scatter(const UnitParameter& parameter, const Place& src, const Place& dst,
-                           std::int64_t slots, std::int64_t slot_bytes, Movement& movement) const {
+                           std::int64_t slots, std::int64_t first_level, std::int64_t slot_bytes,
+                           Movement& movement) const {
   const std::int64_t from = SizeBytes(src.dtype);
   const std::int64_t size = SizeBytes(dst.dtype);
   const std::int32_t dim = parameter.shape.empty() ? 0 : parameter.shard_dim;
@@ -199,7 +204,7 @@ void CopyResolver::Scatter(const UnitParameter& parameter, const Place& src, con
   for (std::int64_t j = 0; j < slots; ++j) {
     const RowRange range = ChunkRows(rows, slots, j);
     const std::int64_t row = range.count * inner;
-    const std::int64_t to = dst.offset_bytes + j * slot_bytes;
+    const std::int64_t to = dst.offset_bytes + InnerSlot(j, first_level, slots) * slot_bytes;
     if (row > 0) {
       movement.stretches.push_back({src.part, dst.part, src.offset_bytes + range.first * inner * from, to,
                                     outer, row, rows * inner * from, row * size, src.dtype, dst.dtype});
@@ -227,7 +232,13 @@ void CopyResolver::AddMovement(const Instruction& instruction, const Place& src,
     const bool by_rows = parameter.shard_dim == 0 || slots != ShardCount(plan_, plan_.units[from.unit]);
     Gather(parameter, src, dst, slots, SizeBytes(from).value / slots, by_rows, movement);
   } else if (a == Arrangement::kWhole && b == Arrangement::kGathered) {
-    Scatter(parameter, src, dst, slots, SizeBytes(to).value / slots, movement);
+    const CommunicatorId inner = plan_.units[to.unit].inner_reduce_communicator;
+    Scatter(parameter, src, dst, slots, inner < 0 ? slots : plan_.communicators[inner].size,
+            SizeBytes(to).value / slots, movement);
+  } else if (a == Arrangement::kGathered && b == Arrangement::kGathered) {  // of other parameters
+    for (std::int64_t j = 0; j < slots; ++j)
+      contiguous(src.offset_bytes + j * (SizeBytes(from).value / slots),
+                 dst.offset_bytes + j * (SizeBytes(to).value / slots), std::min(src.numel, dst.numel));
   } else if (a == Arrangement::kShard && b == Arrangement::kGathered) {
     const std::int64_t begin = dst.offset_bytes + slot * (SizeBytes(to).value / slots);
     contiguous(src.offset_bytes, begin, std::min(src.numel, dst.numel));

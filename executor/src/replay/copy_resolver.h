@@ -80,7 +80,7 @@ class CopyResolver {
   void Gather(const UnitParameter& parameter, const Place& src, const Place& dst, std::int64_t slots,
               std::int64_t slot_bytes, bool by_rows, Movement& movement) const;
   void Scatter(const UnitParameter& parameter, const Place& src, const Place& dst, std::int64_t slots,
-               std::int64_t slot_bytes, Movement& movement) const;
+               std::int64_t first_level, std::int64_t slot_bytes, Movement& movement) const;
   Result<CopySpec> InElements(const Instruction& instruction, const Movement& movement) const;
 
   const Plan& plan_;

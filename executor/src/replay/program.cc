@@ -236,7 +236,8 @@ class Builder {
     if (i.kind == InstructionKind::kAllReduce) return true;
     if (i.kind != InstructionKind::kReduceScatter) return false;
     const UnitId unit = plan_.buffers[i.src].unit;
-    return unit < 0 || plan_.units[unit].replicate_communicator < 0;
+    const bool first_level = IsInnerReduced(plan_.buffers[i.dst].role);
+    return !first_level && (unit < 0 || plan_.units[unit].replicate_communicator < 0);
   }
 
   Op ResolveFree(Op op, const Instruction& i) {
@@ -263,6 +264,8 @@ class Builder {
       const std::int64_t slots = copies_.SlotsForShard(plan_.buffers[i.src]);
       communicator =
           slots == ShardCount(plan_, unit) ? unit.shard_communicator : unit.post_forward_communicator;
+    } else if (communicator < 0 && IsInnerReduced(plan_.buffers[i.src].role)) {
+      communicator = unit.outer_reduce_communicator;
     } else if (communicator < 0) {
       communicator = unit.shard_communicator;
     }

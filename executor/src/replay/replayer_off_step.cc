@@ -71,6 +71,7 @@ bool Replayer::Impl::IsOnItsWay(BufferId id) const {
     case BufferRole::kGradUnsharded:
     case BufferRole::kGradUnshardedAccumulated:
     case BufferRole::kPartialReduceOutput:
+    case BufferRole::kInnerReduceAccumulated:
     case BufferRole::kGradSharded:
     case BufferRole::kGradHost:
     case BufferRole::kOptimizerState:

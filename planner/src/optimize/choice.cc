@@ -48,7 +48,11 @@ ModuleCall Set(std::string method, bool value, std::string module = {}, bool rec
 // Over micro-batches.
 bool KeepsOver(const Choice& choice) {
   return !choice.fsdp1 &&
-         (choice.accumulation == Accumulation::kEachKept || choice.accumulation == Accumulation::kLastKept);
+         (choice.accumulation == Accumulation::kEachKept || choice.accumulation == Accumulation::kLastKept ||
+          choice.accumulation == Accumulation::kRestLastKept);
+}
+bool LeavesRest(const Choice& choice) {
+  return choice.accumulation == Accumulation::kRestLast || choice.accumulation == Accumulation::kRestLastKept;
 }
 bool KeepsPartsOver(const Choice& choice) { return KeepsOver(choice) && choice.part > 1; }
 
@@ -84,8 +88,7 @@ void WriteLoop(const Job& job, const Choice& choice, Strategy& strategy) {
         choice.accumulation == Accumulation::kLast || choice.accumulation == Accumulation::kLastKept;
     if (once && changes) step.push_back(Set("set_requires_gradient_sync", last));
     if (choice.accumulated > 0 && changes) AccumulateUnits(strategy, choice, last, step);
-    if (choice.accumulation == Accumulation::kReplicasLast && changes)
-      step.push_back(Set("set_requires_all_reduce", last));
+    if (LeavesRest(choice) && changes) step.push_back(Set("set_requires_all_reduce", last));
     if (KeepsOver(choice) && changes) KeepUnits(strategy, choice, last, step);
     step.push_back(ForwardCall{m, 0});
     step.push_back(BackwardCall{{m}, 0});
@@ -198,10 +201,19 @@ std::string AccumulationText(const Job& job, const Choice& choice) {
       return "gradients are reduced in the last micro-batch";
     case Accumulation::kLastKept:
       return "gradients are reduced in the last micro-batch, what is kept stays until then";
-    case Accumulation::kReplicasLast:
-      return "gradients are added up over the replicas in the last micro-batch";
+    case Accumulation::kRestLast:
+      return "gradients are reduced the rest of the way in the last micro-batch";
+    case Accumulation::kRestLastKept:
+      return "gradients are reduced the rest of the way in the last micro-batch, what is kept stays until "
+             "then";
   }
   return "";
+}
+
+std::string ReductionText(const Job& job, const Choice& choice) {
+  if (job.keeps_reduction) return "as given";
+  if (Effective(job, choice).inner == 0) return "over all shards at once";
+  return fmt::format("over {} ranks, then between these groups", choice.inner);
 }
 
 std::string CheckpointText(const Job& job, const Choice& choice) {
@@ -247,6 +259,11 @@ std::string LayoutText(const Job& job, const Choice& choice) {
 
 }  // namespace
 
+bool HasRest(const Job& job, const Choice& choice) {
+  const std::int64_t inner = job.keeps_reduction ? job.strategy.fsdp2.inner_reduce_ranks : choice.inner;
+  return job.replicas > 1 || inner > 1;
+}
+
 Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
   Job job{.strategy = strategy, .chain = MakeModelChain(trace)};
   job.shards = ranks;
@@ -277,6 +294,7 @@ Strategy StrategyOf(const Job& job, const Choice& given) {
   WriteLoop(job, Effective(job, choice), strategy);
   if (job.microbatches > 1 && !job.keeps_accumulation)
     strategy.fsdp2.part_after_backward = KeepsPartsOver(choice);
+  if (!job.keeps_reduction) strategy.fsdp2.inner_reduce_ranks = Effective(job, choice).inner;
   if (Effective(job, choice).even) strategy.fsdp2.shard_dims = job.even_dims;
   strategy.cpu_offload = job.strategy.cpu_offload || choice.offload;
   if (choice.fsdp1) {
@@ -292,15 +310,26 @@ Strategy StrategyOf(const Job& job, const Choice& given) {
   return strategy;
 }
 
-bool IsOfPyTorch(const Choice& choice) { return !KeepsPartsOver(choice); }
+bool IsOfPyTorch(const Choice& choice) { return !KeepsPartsOver(choice) && choice.inner == 0; }
 
 namespace {
 
-void LeaveOutWhatFsdp2Lacks(const Job& job, Choice& choice) {
-  if (KeepsPartsOver(choice)) {
-    choice.accumulation =
-        choice.accumulation == Accumulation::kEachKept ? Accumulation::kEach : Accumulation::kLast;
+Accumulation WithoutKept(Accumulation accumulation) {
+  switch (accumulation) {
+    case Accumulation::kEachKept:
+      return Accumulation::kEach;
+    case Accumulation::kLastKept:
+      return Accumulation::kLast;
+    case Accumulation::kRestLastKept:
+      return Accumulation::kRestLast;
+    default:
+      return accumulation;
   }
+}
+
+void LeaveOutWhatFsdp2Lacks(const Job& job, Choice& choice) {
+  choice.inner = 0;
+  if (KeepsPartsOver(choice)) choice.accumulation = WithoutKept(choice.accumulation);
   if (job.strategy.pytorch != PyTorchVersion::k2_11) return;
   choice.in_flight = Choice().in_flight;
   choice.own_communicator = Choice().own_communicator;
@@ -324,7 +353,11 @@ Choice Effective(const Job& job, Choice choice) {
     choice.kept = std::min(choice.kept, units);
     if (choice.part <= 1 || choice.kept == units) choice.part = none.part;
   }
+  if (choice.fsdp1 || choice.inner <= 1 || choice.inner >= job.shards || job.shards % choice.inner != 0)
+    choice.inner = none.inner;
   if (job.of_pytorch) LeaveOutWhatFsdp2Lacks(job, choice);
+  if (LeavesRest(choice) && !HasRest(job, choice))
+    choice.accumulation = KeepsOver(choice) ? Accumulation::kEachKept : Accumulation::kEach;
   choice.even = choice.even && !choice.fsdp1 && !job.even_dims.empty() && !job.keeps_layout;
   const bool in_each =
       choice.accumulation == Accumulation::kEach || choice.accumulation == Accumulation::kEachKept;
@@ -343,8 +376,8 @@ Choice Effective(const Job& job, Choice choice) {
 }
 
 const std::vector<std::string>& DecisionNames() {
-  static const std::vector<std::string> names = {"policy",     "units",        "reshard", "layout",
-                                                 "checkpoint", "accumulation", "prefetch"};
+  static const std::vector<std::string> names = {"policy",     "units",        "reshard",   "layout",
+                                                 "checkpoint", "accumulation", "reduction", "prefetch"};
   return names;
 }
 
@@ -355,6 +388,7 @@ std::string DecisionText(const Job& job, const Choice& choice, const std::string
   if (decision == "layout") return LayoutText(job, choice);
   if (decision == "checkpoint") return CheckpointText(job, choice);
   if (decision == "accumulation") return AccumulationText(job, choice);
+  if (decision == "reduction") return ReductionText(job, choice);
   return PrefetchText(job, choice);
 }
 
@@ -378,6 +412,7 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
     choice.accumulation = other.accumulation;
     choice.accumulated = other.accumulated;
   }
+  if (decision == "reduction") choice.inner = other.inner;
   if (decision == "prefetch") {
     choice.prefetch = other.prefetch;
     choice.in_flight = other.in_flight;

@@ -13,9 +13,9 @@
 namespace shardplan::optimize {
 
 // When gradients are reduced, and parameters kept, over the micro-batches of a step.
-// Reduced in each or in the last; kept: what is kept after the forward, whole or in part, is until the next
-// one.
-enum class Accumulation : std::uint8_t { kEach, kEachKept, kLast, kLastKept, kReplicasLast };
+// Reduced in each or in the last, or over the shards (or the inner ranks of two levels) in each and the rest
+// of the way in the last; kept: what is kept after the forward, whole or in part, is until the next one.
+enum class Accumulation : std::uint8_t { kEach, kEachKept, kLast, kLastKept, kRestLast, kRestLastKept };
 
 struct Choice {
   bool fsdp1 = false;
@@ -30,6 +30,7 @@ struct Choice {
   std::int32_t in_flight = 1;     // inputs of reduce-scatters
   bool own_communicator = false;  // of the reduce-scatters
   Accumulation accumulation = Accumulation::kEach;
+  std::int64_t inner = 0;        // ranks of the first of two levels of reductions; 0: one level
   std::int32_t accumulated = 0;  // units from the end that are reduced in the last micro-batch all the same
   std::int32_t recomputed = 0;   // blocks from the first that are recomputed
   std::vector<std::string> children;  // of which only these modules are; empty: they are as a whole
@@ -54,9 +55,11 @@ struct Job {
   bool of_pytorch = false;  // only what the planned release's FSDP2 has a call for
   bool plain_loop = false;  // the program is what `--accumulate` makes: it may be written anew
   bool keeps_units = false, keeps_reshard = false, keeps_prefetch = false, keeps_checkpoint = false,
-       keeps_accumulation = false, keeps_layout = false;
+       keeps_accumulation = false, keeps_layout = false, keeps_reduction = false;
 };
 
+// Whether reductions have a level that may wait for the last micro-batch: the outer one, or the replicas'.
+bool HasRest(const Job& job, const Choice& choice);
 Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks);
 Strategy StrategyOf(const Job& job, const Choice& choice);
 // PyTorch has every knob of it.

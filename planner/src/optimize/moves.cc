@@ -9,14 +9,33 @@ namespace shardplan::optimize {
 namespace {
 
 constexpr std::int32_t kAll = std::numeric_limits<std::int32_t>::max();
+// Ranks of a node, as nearly all nodes have.
+constexpr std::int64_t kNode = 8;
 
-std::vector<Accumulation> Accumulations(const Job& job) {
+std::vector<Accumulation> Accumulations(const Job& job, const Choice& choice) {
   if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation) return {Accumulation::kEach};
   std::vector<Accumulation> all = {Accumulation::kEach, Accumulation::kEachKept, Accumulation::kLast,
                                    Accumulation::kLastKept};
-  if (job.replicas > 1) all.push_back(Accumulation::kReplicasLast);
+  if (HasRest(job, choice)) {
+    all.push_back(Accumulation::kRestLast);
+    all.push_back(Accumulation::kRestLastKept);
+  }
   return all;
 }
+
+// Reduced within a node in each micro-batch, and between nodes in the last.
+Choice InTwoLevels(const Job& job, Choice choice, std::int64_t inner) {
+  choice.inner = inner;
+  const bool kept = choice.accumulation == Accumulation::kEachKept ||
+                    choice.accumulation == Accumulation::kLastKept ||
+                    choice.accumulation == Accumulation::kRestLastKept;
+  if (job.microbatches > 1 && job.plain_loop && !job.keeps_accumulation)
+    choice.accumulation = kept ? Accumulation::kRestLastKept : Accumulation::kRestLast;
+  choice.accumulated = 0;
+  return choice;
+}
+
+bool MayReduceInTwoLevels(const Job& job) { return !job.keeps_reduction && !job.of_pytorch; }
 
 std::vector<bool> Policies(const Job& job, const OptimizeOptions& options) {
   if (options.may_change_policy) return {false, true};
@@ -167,7 +186,7 @@ void AddLayoutMoves(const Job& job, const Choice& from, std::vector<Choice>& mov
 }
 
 void AddAccumulationMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
-  for (const Accumulation accumulation : Accumulations(job)) {
+  for (const Accumulation accumulation : Accumulations(job, from)) {
     moves.push_back(from);
     moves.back().accumulation = accumulation;
   }
@@ -179,6 +198,26 @@ void AddAccumulationMoves(const Job& job, const Choice& from, std::vector<Choice
       next = Effective(job, std::move(next));
       if (next.accumulated != Effective(job, from).accumulated) moves.push_back(std::move(next));
     }
+  }
+}
+
+void AddReductionMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
+  const std::vector<std::int64_t> parts = Parts(job);
+  if (from.fsdp1 || !MayReduceInTwoLevels(job) || parts.empty()) return;
+  if (from.inner == 0) {
+    moves.push_back(InTwoLevels(job, from, std::min(kNode, parts.back())));
+    return;
+  }
+  moves.push_back(from);
+  moves.back().inner = 0;
+  for (const Accumulation accumulation : Accumulations(job, moves.back())) {
+    moves.push_back(moves.back());
+    moves.back().accumulation = accumulation;
+  }
+  for (const std::int64_t inner : {from.inner / 2, from.inner * 2}) {
+    if (std::ranges::find(parts, inner) == parts.end()) continue;
+    moves.push_back(from);
+    moves.back().inner = inner;
   }
 }
 
@@ -230,7 +269,7 @@ std::vector<Choice> AllOfSmall(const Job& job, const OptimizeOptions& options) {
     for (std::int32_t kept = 0; kept <= wrapped; ++kept) {
       for (const std::int64_t part : parts) {
         for (const bool root_freed : {false, true}) {
-          for (const Accumulation accumulation : Accumulations(job)) {
+          for (const Accumulation accumulation : Accumulations(job, {})) {
             all.push_back({.units = units,
                            .kept = kept,
                            .part = part,
@@ -307,7 +346,7 @@ std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options) {
         works.push_back(choice);
         if (const std::vector<std::int64_t> parts = Parts(job); !parts.empty()) {
           choice.kept = Titan(job).kept;
-          choice.part = std::min<std::int64_t>(8, parts.back());
+          choice.part = std::min(kNode, parts.back());
           works.push_back(choice);
         }
       }
@@ -315,7 +354,7 @@ std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options) {
   }
   std::vector<Choice> grid;
   for (const Choice& work : works) {
-    for (const Accumulation accumulation : Accumulations(job)) {
+    for (const Accumulation accumulation : Accumulations(job, work)) {
       Choice choice = work;
       choice.accumulation = accumulation;
       grid.push_back(choice);
@@ -330,6 +369,18 @@ std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options) {
     }
   }
   return grid;
+}
+
+std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid) {
+  const std::vector<std::int64_t> parts = Parts(job);
+  if (!MayReduceInTwoLevels(job) || parts.empty()) return {};
+  std::vector<Choice> choices;
+  for (const Choice& choice : grid) {
+    if (choice.fsdp1 || choice.recomputed > 0) continue;
+    Choice next = InTwoLevels(job, choice, std::min(kNode, parts.back()));
+    if (std::ranges::find(choices, next) == choices.end()) choices.push_back(std::move(next));
+  }
+  return choices;
 }
 
 std::vector<Choice> Orders(const Job& job, const Choice& choice) {
@@ -366,6 +417,7 @@ std::vector<Choice> Moves(const Job& job, const OptimizeOptions& options, const 
       AddReshardMoves(job, choice, moves);
       AddLayoutMoves(job, choice, moves);
       AddAccumulationMoves(job, choice, moves);
+      AddReductionMoves(job, choice, moves);
       break;
     case kRecomputationMoves:
       AddCheckpointMoves(job, options, choice, moves);

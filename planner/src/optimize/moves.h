@@ -21,6 +21,8 @@ struct NamedChoice {
 std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& options);
 // The grid of what people turn, without the knobs that change nothing but the order of the same work.
 std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options);
+// Those of the grid that recompute nothing, with reductions in two levels, the first within a node.
+std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid);
 // Every cut of a small model into units, and every number of them kept: what a climb may miss. None where
 // those are more than a few hundred.
 std::vector<Choice> AllOfSmall(const Job& job, const OptimizeOptions& options);

@@ -87,6 +87,7 @@ class OptimizeRun {
     job.keeps_reshard = options.fixed.contains("reshard");
     job.keeps_prefetch = options.fixed.contains("prefetch");
     job.keeps_accumulation = options.fixed.contains("accumulation");
+    job.keeps_reduction = options.fixed.contains("reduction");
     job.keeps_layout = options.fixed.contains("layout") || !strategy.fsdp2.shard_dims.empty();
     job.keeps_checkpoint = options.fixed.contains("checkpoint") || !options.may_checkpoint;
     return job;

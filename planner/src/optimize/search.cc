@@ -2,6 +2,7 @@
 #include "optimize/search.h"
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 
 #include "optimize/recomputation.h"
@@ -155,20 +156,28 @@ void Search::FitRecomputationOf(const Choice& from) {
   Consider(FitRecomputation(evaluator_, job_, options_, recomputation_, from, limit));
 }
 
-// The fastest that recomputes nothing, and others that keep less after the forward, are made to fit.
-void Search::TryRecomputation(const std::vector<Choice>& grid) {
+// The fastest that recomputes nothing, of reductions in one level and in two, and others that keep less after
+// the forward, are made to fit.
+void Search::TryRecomputation(const std::vector<Choice>& beginnings) {
   if (job_.keeps_checkpoint || !options_.may_checkpoint) return;
-  std::optional<Found> fastest;
-  for (const Choice& choice : grid) {
+  const auto part = std::ranges::max_element(beginnings, {}, &Choice::part);
+  const std::int64_t part_ranks = part == beginnings.end() ? 0 : part->part;
+  std::array<std::optional<Found>, 2> fastest;  // by whether there are two levels
+  for (const Choice& choice : beginnings) {
     const Evaluation* known = Known(choice);
     if (known == nullptr || choice.recomputed > 0) continue;
-    if (!fastest || known->step_ns < fastest->evaluation.step_ns) fastest = {choice, *known};
+    std::optional<Found>& of_levels = fastest[choice.inner > 0 ? 1 : 0];
+    if (!of_levels || known->step_ns < of_levels->evaluation.step_ns) of_levels = {choice, *known};
   }
-  if (!fastest || Fits(*fastest)) return;
-  const auto units = {fastest->choice.units, UnitsOfBlocks(job_.chain, 1, Ends::kOwn)};
-  const auto part = std::ranges::max_element(grid, {}, &Choice::part);
+  for (const std::optional<Found>& found : fastest) {
+    if (found && !Fits(*found)) TryRecomputationOf(found->choice, part_ranks);
+  }
+}
+
+void Search::TryRecomputationOf(const Choice& fastest, std::int64_t part) {
+  const auto units = {fastest.units, UnitsOfBlocks(job_.chain, 1, Ends::kOwn)};
   for (const std::vector<std::int32_t>& cut : units) {
-    Choice from = fastest->choice;
+    Choice from = fastest;
     if (!job_.keeps_units) from.units = cut;
     FitRecomputationOf(from);
     if (job_.keeps_reshard || from.fsdp1) return;
@@ -176,8 +185,8 @@ void Search::TryRecomputation(const std::vector<Choice>& grid) {
       from.kept = share == 0 ? 0 : static_cast<std::int32_t>(cut.size()) / share;
       FitRecomputationOf(from);
     }
-    if (part == grid.end() || part->part <= 1 || from.even) continue;
-    from.part = part->part;
+    if (part <= 1 || from.even) continue;
+    from.part = part;
     FitRecomputationOf(from);
   }
 }
@@ -288,6 +297,7 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
     choice.even = true;
     beginnings.push_back(std::move(choice));
   }
+  std::ranges::copy(TwoLevels(job_, grid), std::back_inserter(beginnings));
   Consider(beginnings, Effort::kAll);
   TryRecomputation(beginnings);
   Consider(RecomputingOf(grid));

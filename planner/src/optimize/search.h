@@ -36,7 +36,8 @@ class Search {
   enum class Effort : std::uint8_t { kPromising, kAll };
   void Consider(const std::vector<Choice>& choices, Effort effort = Effort::kPromising);
   void Tell();
-  void TryRecomputation(const std::vector<Choice>& grid);
+  void TryRecomputation(const std::vector<Choice>& beginnings);
+  void TryRecomputationOf(const Choice& fastest, std::int64_t part);
   void FitRecomputationOf(const Choice& from);
   void TryRecomputationBeside(Choice best);
   std::vector<Choice> KeepingMost(std::vector<Choice> choices);

@@ -21,6 +21,7 @@ bool IsStateOfUnit(const Buffer& buffer) {
     case BufferRole::kExtensionUnsharded:
     case BufferRole::kGradUnshardedAccumulated:
     case BufferRole::kPartialReduceOutput:
+    case BufferRole::kInnerReduceAccumulated:
     case BufferRole::kOptimizerState:
     case BufferRole::kOptimizerTemp:
       return true;

@@ -63,6 +63,18 @@ std::optional<MeshDigits> Innermost(const MeshDigits& digits, std::int64_t size)
   return inner;
 }
 
+MeshDigits Outermost(const MeshDigits& digits, std::int64_t size) {
+  MeshDigits outer = digits;
+  while (!outer.empty() && size > 1) {
+    CommunicatorDim& last = outer.back();
+    const std::int64_t taken = std::min(size, last.size);
+    last = {last.size / taken, last.stride * taken};
+    if (last.size == 1) outer.pop_back();
+    size /= taken;
+  }
+  return outer;
+}
+
 Communicator MakeCommunicator(std::string name, const MeshDigits& digits) {
   Communicator communicator{.name = std::move(name), .size = RanksOf(digits)};
   if (!digits.empty()) communicator.stride = digits.back().stride;

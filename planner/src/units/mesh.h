@@ -34,6 +34,8 @@ std::int64_t RanksOf(const MeshDigits& digits);
 // The `size` adjacent ranks of the flattened dimension that a rank is in (mesh.view(-1, size) of PyTorch).
 // nullopt when these are no digits: a part of a digit that does not divide it.
 std::optional<MeshDigits> Innermost(const MeshDigits& digits, std::int64_t size);
+// The ranks that have the same place among their `size` adjacent ones, where Innermost gives these digits.
+MeshDigits Outermost(const MeshDigits& digits, std::int64_t size);
 Communicator MakeCommunicator(std::string name, const MeshDigits& digits);
 
 }  // namespace shardplan

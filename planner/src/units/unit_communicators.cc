@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "shardplan/planner/planner.h"
 
@@ -151,6 +152,7 @@ Status UnitCommunicators::SetCommunicators(const std::string& pointer, UnitChoic
     }
   }
   if (Status s = SetHook(pointer, choice, partition); !s) return s;
+  if (Status s = SetLevels(pointer, choice, partition); !s) return s;
   return SetPostForward(pointer, choice, partition);
 }
 
@@ -233,6 +235,35 @@ Status UnitCommunicators::SetPostForward(const std::string& pointer, UnitChoice&
         MakeCommunicator(first ? "post_forward" : fmt::format("post_forward_{}", size), *digits));
   }
   choice.unit.post_forward_communicator = entry->second;
+  return {};
+}
+
+// A unit of no more ranks than the first level has is reduced at once.
+Status UnitCommunicators::SetLevels(const std::string& /*pointer*/, UnitChoice& choice,
+                                    Partition& partition) {
+  const std::int64_t inner = strategy_.fsdp2.inner_reduce_ranks;
+  if (inner <= 1 || choice.shard_size <= inner) return {};
+  const std::string field = "/fsdp2/inner_reduce_ranks";
+  if (choice.shard_size % inner != 0) {
+    return MakeInputError(field, "the first level of reductions does not divide the ranks of the shards",
+                          fmt::format("{}", inner), fmt::format("a divisor of {}", choice.shard_size));
+  }
+  const std::optional<MeshDigits> first = Innermost(choice.shard_digits, inner);
+  if (!first) {
+    return MakeInputError(field, "adjacent ranks of a dimension flattened from several do not group so",
+                          fmt::format("{}", inner),
+                          "a multiple or divisor of the innermost dimension's size");
+  }
+  const auto [entry, added] = levels_.try_emplace(choice.unit.shard_communicator);
+  if (added) {
+    const std::string suffix = levels_.size() == 1 ? "" : fmt::format("_{}", levels_.size());
+    entry->second.first = static_cast<CommunicatorId>(partition.communicators.size());
+    partition.communicators.push_back(MakeCommunicator("inner_reduce" + suffix, *first));
+    entry->second.second = static_cast<CommunicatorId>(partition.communicators.size());
+    partition.communicators.push_back(
+        MakeCommunicator("outer_reduce" + suffix, Outermost(choice.shard_digits, inner)));
+  }
+  std::tie(choice.unit.inner_reduce_communicator, choice.unit.outer_reduce_communicator) = entry->second;
   return {};
 }
 

@@ -38,6 +38,7 @@ class UnitCommunicators {
   CommunicatorId SeparateGroup(CommunicatorId shard, Partition& partition);
   Status SetHook(const std::string& pointer, UnitChoice& choice, Partition& partition);
   Status SetPostForward(const std::string& pointer, UnitChoice& choice, Partition& partition);
+  Status SetLevels(const std::string& pointer, UnitChoice& choice, Partition& partition);
 
   const Strategy& strategy_;
   Mesh mesh_;
@@ -46,6 +47,7 @@ class UnitCommunicators {
   std::optional<CommunicatorId> one_replica_;                  // where the replicas are one
   std::map<CommunicatorId, CommunicatorId> separate_;          // shard group -> reduce-scatter's own
   std::map<std::pair<std::int64_t, std::int64_t>, CommunicatorId> post_forward_;  // by size and stride
+  std::map<CommunicatorId, std::pair<CommunicatorId, CommunicatorId>> levels_;  // shard group -> inner, outer
   std::vector<std::set<ModuleId>> hooked_;  // by all-reduce hook: the modules it names
 };
 

@@ -74,6 +74,12 @@ inline constexpr auto kFields<Unit> = FieldList(
     Optional("post_forward_communicator", &Unit::post_forward_communicator,
              "Communicator of an integer reshard_after_forward.")
         .Ref(RefKind::kCommunicator),
+    Optional("inner_reduce_communicator", &Unit::inner_reduce_communicator,
+             "Reductions in two levels: communicator of the first, of neighbouring ranks; left out: in one.")
+        .Ref(RefKind::kCommunicator),
+    Optional("outer_reduce_communicator", &Unit::outer_reduce_communicator,
+             "... of the second, of ranks that have the same place in theirs.")
+        .Ref(RefKind::kCommunicator),
     Optional("hook_communicator", &Unit::hook_communicator,
              "fsdp2: communicator of the user's all-reduce hook.")
         .Ref(RefKind::kCommunicator),

@@ -174,6 +174,12 @@ inline constexpr auto kFields<Fsdp2Knobs> = FieldList(
     Optional("part_after_backward", &Fsdp2Knobs::part_after_backward,
              "set_reshard_after_backward(False) leaves units with an integer reshard_after_forward on their "
              "smaller mesh after the backward, and not whole. Not in PyTorch."),
+    Optional(
+        "inner_reduce_ranks", &Fsdp2Knobs::inner_reduce_ranks,
+        "Reductions in two levels: over so many neighbouring ranks of the shards first, then over the "
+        "ranks that have the same place in theirs. set_requires_all_reduce(False) leaves the second to a "
+        "later micro-batch. 0: in one. Not in PyTorch.")
+        .AtLeast(0),
     Optional("shard_root", &Fsdp2Knobs::shard_root,
              "fully_shard is called on the root, too; false: each outermost unit is a root of its own."),
     Optional("shared_comm_contexts", &Fsdp2Knobs::shared_comm_contexts,

@@ -15,6 +15,10 @@ bool IsFinalGradient(BufferRole role) {
   return role == BufferRole::kGradSharded || role == BufferRole::kGradHost;
 }
 
+bool IsPartlyReduced(BufferRole role) {
+  return role == BufferRole::kPartialReduceOutput || role == BufferRole::kInnerReduceAccumulated;
+}
+
 bool ZeroGradTakes(UnitId unit, const Buffer& buffer) {
   return IsFinalGradient(buffer.role) && (unit < 0 || buffer.unit == unit);
 }
@@ -22,7 +26,7 @@ bool ZeroGradTakes(UnitId unit, const Buffer& buffer) {
 bool IsOneAllocation(const Buffer& buffer) {
   return !buffer.parts_bytes.empty() &&
          (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kReduceScatterOutput ||
-          buffer.role == BufferRole::kPartialReduceOutput);
+          buffer.role == BufferRole::kInnerReduceOutput || IsPartlyReduced(buffer.role));
 }
 
 AliveBuffers::AliveBuffers(const Plan& plan) : plan_(plan), alive_(plan.buffers.size()) {

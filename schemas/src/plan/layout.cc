@@ -19,6 +19,14 @@ std::int64_t ShardCount(const Plan& plan, const Unit& unit) {
   return unit.shard_communicator < 0 ? 1 : plan.communicators[unit.shard_communicator].size;
 }
 
+bool IsInnerReduced(BufferRole role) {
+  return role == BufferRole::kInnerReduceOutput || role == BufferRole::kInnerReduceAccumulated;
+}
+
+std::int64_t InnerSlot(std::int64_t piece, std::int64_t inner, std::int64_t shards) {
+  return piece % inner * (shards / inner) + piece / inner;
+}
+
 RowRange ChunkRows(std::int64_t rows, std::int64_t pieces, std::int64_t index) {
   const std::int64_t rows_of_piece = (rows + pieces - 1) / pieces;
   const std::int64_t first = std::min(rows, index * rows_of_piece);

@@ -87,7 +87,7 @@ class Writer {
     segments.push_back(std::move(backward));
   }
 
-  // The backward that makes the gradients of a partial_reduce_output, and no others.
+  // The backward that makes the gradients of what is partly reduced, and no others.
   void MakePartialSegment(const internal::PartialReduction& reduction) {
     const UnitId unit = given_.buffers[reduction.partial].unit;
     Segment segment{.name = fmt::format("partial backward {}", DisplayName(given_.units[unit].fqn)),

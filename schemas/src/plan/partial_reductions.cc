@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <optional>
+#include <ranges>
 
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/on_demand.h"
 
@@ -66,24 +68,31 @@ std::vector<Instruction> InOneStream(const Plan& plan, const std::vector<Instruc
   return alone;
 }
 
-// Of the first place in the steps that fills, or adds to, the partial_reduce_output.
+// What divides `partial` behind instruction `k` of trigger `t`, before anything else happens to it.
+void AddDivisions(const PlanStep& step, std::size_t t, std::size_t k, BufferId partial,
+                  std::vector<Instruction>& chain) {
+  for (std::size_t begin = k + 1; t < step.triggers.size(); ++t, begin = 0) {
+    for (const Instruction& i : step.triggers[t].instructions | std::views::drop(begin)) {
+      if (i.src != partial && i.dst != partial) continue;
+      if (i.kind != kGradScale) return;
+      chain.push_back(i);
+    }
+  }
+}
+
+// Of the first place in the steps that fills, or adds to, what is partly reduced.
 std::vector<Instruction> ChainInSteps(const Plan& plan, BufferId partial, bool adds) {
   for (const PlanStep& step : plan.steps) {
-    for (const Trigger& trigger : step.triggers) {
+    for (std::size_t t = 0; t < step.triggers.size(); ++t) {
+      const Trigger& trigger = step.triggers[t];
       for (std::size_t k = 0; k < trigger.instructions.size(); ++k) {
         const Instruction& i = trigger.instructions[k];
         const bool fills = i.kind == kReduceScatter || i.kind == kGradCopyIn;
         if (i.dst != partial || !IsInPlan(plan, i.src) || !(adds ? i.kind == kGradAccumulate : fills))
           continue;
-        std::size_t last = k;
-        const std::vector<Instruction>& all = trigger.instructions;
-        while (last + 1 < all.size() && all[last + 1].kind == kGradScale && all[last + 1].src == partial) {
-          ++last;
-        }
         std::vector<Instruction> chain = ChainTo(plan, trigger, k);
         if (chain.empty()) continue;
-        chain.insert(chain.end(), all.begin() + static_cast<std::ptrdiff_t>(k) + 1,
-                     all.begin() + static_cast<std::ptrdiff_t>(last) + 1);
+        AddDivisions(step, t, k, partial, chain);
         return InOneStream(plan, chain, partial, !adds);
       }
     }
@@ -98,7 +107,7 @@ std::vector<PartialReduction> PartialReductionsOf(const Plan& plan) {
   for (const Procedure& procedure : plan.procedures) {
     if (procedure.kind != ProcedureKind::kReducePartial) continue;
     const auto found = std::ranges::find_if(procedure.instructions, [&](const Instruction& i) {
-      return IsInPlan(plan, i.src) && plan.buffers[i.src].role == BufferRole::kPartialReduceOutput &&
+      return IsInPlan(plan, i.src) && IsPartlyReduced(plan.buffers[i.src].role) &&
              plan.buffers[i.src].unit == procedure.unit;
     });
     if (found == procedure.instructions.end()) continue;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the steps of a plan come to a partial_reduce_output: HSDP's gradients that are reduced over the shards
-// and not yet over the replicas.
+// How the steps of a plan come to gradients that are reduced over a part of the ranks: a
+// partial_reduce_output (over the shards and not yet over the replicas), an inner_reduce_output (over the
+// inner ranks of the shards alone).
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@ namespace shardplan::internal {
 struct PartialReduction {
   BufferId partial = -1;
   std::vector<std::int32_t> parameters;  // whose gradients are in it
-  std::vector<Instruction> first;        // unsharded gradients -> the partial_reduce_output
+  std::vector<Instruction> first;        // unsharded gradients -> `partial`
   std::vector<Instruction> again;        // ... added to what is there; empty: no step does that
 };
 

@@ -138,6 +138,8 @@ PlanRanges::Range PlanRanges::RangeOfMemory(BufferId buffer, bool allocates) con
       return not_reduced_ >= 0 ? Range::kReduceScatterWait : Range::kNone;
     case BufferRole::kReduceScatterOutput:
     case BufferRole::kPartialReduceOutput:
+    case BufferRole::kInnerReduceOutput:
+    case BufferRole::kInnerReduceAccumulated:
     case BufferRole::kGradSharded:
     case BufferRole::kGradHost:
     case BufferRole::kGradUnsharded:

@@ -47,13 +47,18 @@ ReductionFault GradNotReducedRight(const Plan& plan, const Gradient& gradient, C
                                    bool over_shards) {
   const Unit& unit = plan.units[gradient.unit];
   if (over_shards ? gradient.sharded : gradient.replicated) return ReductionFault::kTwice;
-  const CommunicatorId expected = over_shards ? unit.shard_communicator : unit.replicate_communicator;
+  const bool in_two = unit.inner_reduce_communicator >= 0;
+  const CommunicatorId over_part =
+      gradient.inner ? unit.outer_reduce_communicator : unit.inner_reduce_communicator;
+  const CommunicatorId expected = !over_shards ? unit.replicate_communicator
+                                  : in_two     ? over_part
+                                               : unit.shard_communicator;
   return SameGroups(plan, communicator, expected) ? ReductionFault::kHolds : ReductionFault::kOtherRanks;
 }
 
 bool GradNotReducedAlike(const Gradient& into, const Gradient& value) {
-  return into.unit != value.unit || into.sharded != value.sharded || into.replicated != value.replicated ||
-         into.used_up;
+  return into.unit != value.unit || into.inner != value.inner || into.sharded != value.sharded ||
+         into.replicated != value.replicated || into.used_up;
 }
 
 MissingReduction GradNotReduced(const Plan& plan, const Gradient& gradient) {

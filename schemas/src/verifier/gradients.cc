@@ -172,7 +172,13 @@ void Gradients::Reduce(Gradient& value, const Instruction& instruction, Position
       words_.ReducedOverOtherRanks(value, at);
       break;
   }
-  (over_shards ? value.sharded : value.replicated) = true;
+  if (!over_shards) {
+    value.replicated = true;
+  } else if (unit.inner_reduce_communicator >= 0 && !value.inner) {
+    value.inner = true;
+  } else {
+    value.sharded = true;
+  }
 }
 
 // Adding to an average over all ranks, which every rank holds, what one rank made: the average of the sums is

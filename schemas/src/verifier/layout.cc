@@ -125,6 +125,16 @@ std::string PartsOfFlat(const Plan& plan, const Buffer& buffer) {
                 {(shard ? unit.flat_numel / ShardCount(plan, unit) : unit.flat_numel) * element});
 }
 
+// Of the ranks that the second level reduces over, the pieces of each.
+std::string PiecesOfOuterRanks(const Plan& plan, const Buffer& buffer) {
+  const Unit& unit = plan.units[buffer.unit];
+  if (unit.outer_reduce_communicator < 0) return "a unit that is reduced over all shards at once";
+  std::int64_t bytes = 0;
+  for (const std::int32_t p : ParametersOf(plan, buffer))
+    bytes += BytesIn(plan, buffer, p, ShardCount(plan, unit));
+  return Unlike(buffer.parts_bytes, {bytes * SizeOf(plan, unit.outer_reduce_communicator)});
+}
+
 bool IsOneOf(DType dtype, std::initializer_list<DType> allowed) {
   return std::ranges::find(allowed, dtype) != allowed.end();
 }
@@ -189,6 +199,8 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer, bool is_zeroed) 
       [[fallthrough]];
     case kReduceScatterInput:
     case kPartialReduceOutput:
+    case kInnerReduceOutput:
+    case kInnerReduceAccumulated:
       return IsOneOf(buffer.dtype, {reduced, unit.reduce_dtype});
     case kGradSharded:
       return buffer.dtype == ShardedGradDType(unit) ||
@@ -276,6 +288,8 @@ Arrangement ArrangementOf(BufferRole role) {
       return Arrangement::kShard;
     case kAllGatherOutput:
     case kReduceScatterInput:
+    case kInnerReduceOutput:
+    case kInnerReduceAccumulated:
       return Arrangement::kGathered;
     case kParamUnsharded:
     case kGradUnsharded:
@@ -299,6 +313,7 @@ std::string LayoutOfParts(const Plan& plan, const Buffer& buffer) {
   if (!has_layout) return {};
   const Unit& unit = plan.units[buffer.unit];
   if (unit.layout == LayoutKind::kFlat) return PartsOfFlat(plan, buffer);
+  if (IsInnerReduced(buffer.role)) return PiecesOfOuterRanks(plan, buffer);
   const std::int64_t after_forward = SizeOf(plan, unit.post_forward_communicator);
   if (buffer.role == kParamPostForwardShard) return PartsCutInto(plan, buffer, after_forward);
   std::string wrong = PartsCutInto(plan, buffer, ShardCount(plan, unit));

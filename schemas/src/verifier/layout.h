@@ -5,9 +5,10 @@
 //
 // [Note: arrangements]
 // kShard: the padded pieces of one rank, parameter by parameter. kGathered: such pieces of all ranks of a
-// group, rank by rank. kWhole: each parameter as it is (padded at its end). Of a flat unit the pieces are
-// equal and lie one after the other, so that what is gathered is whole. So is one parameter that is cut along
-// its first dimension, and everything on one rank.
+// group, rank by rank. (What a unit that reduces in two levels puts into the first has the pieces of the
+// ranks in the order that they come out in: InnerSlot in layout.h of schemas.) kWhole: each parameter as it
+// is (padded at its end). Of a flat unit the pieces are equal and lie one after the other, so that what is
+// gathered is whole. So is one parameter that is cut along its first dimension, and everything on one rank.
 #pragma once
 
 #include <cstdint>

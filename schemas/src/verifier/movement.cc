@@ -74,7 +74,11 @@ std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view
     return fmt::format("communicator {} is not of the ranks that have the other pieces",
                        plan.communicators[copy.communicator].name);
   }
-  if (one_rank || both_whole || (a == b && a != Arrangement::kGathered)) return {};
+  const bool of_inner = IsInnerReduced(from.role);
+  if (of_inner != IsInnerReduced(to.role)) {
+    return fmt::format("only {} makes the one of the other", Name(kReduceScatter));
+  }
+  if (one_rank || both_whole || of_inner || (a == b && a != Arrangement::kGathered)) return {};
   const auto differ = [&] {
     return fmt::format("{} cannot become {}", a == Arrangement::kShard ? "a shard" : "what all ranks have",
                        b == Arrangement::kShard ? "a shard" : "it arranged otherwise");
@@ -113,7 +117,9 @@ std::string Arranged(const Plan& plan, const Buffer& shard, const Buffer& all) {
   if (!HoldAlike(shard, all)) {
     return fmt::format("of {} and {} one holds parameters, the other one gradients", shard.name, all.name);
   }
-  if (all.role != kOrderCheck && ArrangementOf(shard.role) != Arrangement::kShard && &shard != &all) {
+  const bool first_level = IsInnerReduced(shard.role) && all.role == kReduceScatterInput;
+  if (all.role != kOrderCheck && !first_level && ArrangementOf(shard.role) != Arrangement::kShard &&
+      &shard != &all) {
     return fmt::format("{} holds no shard", shard.name);
   }
   if (ArrangementOf(all.role) == Arrangement::kWhole && !IsWholeInOrder(plan, all)) {

@@ -98,7 +98,8 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
   for (const Unit& unit : plan.units) {
     for (const CommunicatorId c :
          {unit.shard_communicator, unit.reduce_scatter_communicator, unit.replicate_communicator,
-          unit.post_forward_communicator, unit.hook_communicator}) {
+          unit.post_forward_communicator, unit.inner_reduce_communicator, unit.outer_reduce_communicator,
+          unit.hook_communicator}) {
       if (!NamesOrNone(plan.communicators, c))
         fail(fmt::format("unit {}: communicator {} does not exist", unit.fqn, c));
     }

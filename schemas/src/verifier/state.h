@@ -79,7 +79,8 @@ struct Gradient {
   std::vector<char> zero;           // ... whether zeros stand in its place (grad_zero)
   std::vector<char> stepped;        // ... whether the optimizer has stepped it with this sum
   bool used_up = false;             // it has moved on
-  bool sharded = false;             // reduce-scattered
+  bool inner = false;               // reduced over the inner ranks, where its unit has two levels
+  bool sharded = false;             // reduce-scattered, over all shards
   bool replicated = false;          // all-reduced over the replicas
   bool checked = false;             // its divisor was found right or reported
   double divisor = 1.0;             // the product of all divisors on its way

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "shardplan/schemas/layout.h"
 #include "verifier/references.h"
@@ -48,12 +49,41 @@ std::string WrongFlat(const Unit& unit, std::int64_t shards) {
   return fmt::format("{} elements cannot be cut into {} equal pieces", unit.flat_numel, shards);
 }
 
+// The digits of a rank that a group of it goes over, the most significant first; neighbours joined.
+std::vector<CommunicatorDim> DigitsOfGroup(const Communicator& group) {
+  if (!group.dims.empty()) return group.dims;
+  return {{group.size, group.stride}};
+}
+
+// "": the unit reduces over all shards at once, or its two levels are the ranks of its shards.
+std::string WrongLevels(const Plan& plan, const Unit& unit) {
+  const CommunicatorId inner = unit.inner_reduce_communicator, outer = unit.outer_reduce_communicator;
+  if (inner < 0 && outer < 0) return {};
+  if (inner < 0 || outer < 0) return "its reductions have one of two levels";
+  if (unit.layout == LayoutKind::kFlat) return "a flat parameter is reduced in two levels";
+  if (unit.shard_communicator < 0) return "it is not sharded, and reduced in two levels";
+  const Communicator &first = plan.communicators[inner], &second = plan.communicators[outer];
+  std::vector<CommunicatorDim> both = DigitsOfGroup(second);
+  for (const CommunicatorDim& digit : DigitsOfGroup(first)) {
+    // Digits that lie side by side are one.
+    if (both.back().stride == digit.stride * digit.size) {
+      both.back() = {both.back().size * digit.size, digit.stride};
+    } else {
+      both.push_back(digit);
+    }
+  }
+  if (both == DigitsOfGroup(plan.communicators[unit.shard_communicator])) return {};
+  return fmt::format("the levels of its reductions, {} and {}, are not the ranks of its shards", first.name,
+                     second.name);
+}
+
 }  // namespace
 
 std::string WhatIsWrongWithUnit(const Plan& plan, const Unit& unit) {
   for (const UnitParameter& parameter : unit.parameters) {
     if (std::string wrong = WrongShape(unit, parameter); !wrong.empty()) return wrong;
   }
+  if (std::string wrong = WrongLevels(plan, unit); !wrong.empty()) return wrong;
   return unit.layout == LayoutKind::kFlat ? WrongFlat(unit, ShardCount(plan, unit)) : std::string();
 }
 

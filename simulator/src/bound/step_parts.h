@@ -22,6 +22,11 @@ struct StepWork::Parts {
     std::int64_t ranks = 1;
     Line gather;
   };
+  // Reductions in two levels: over so many ranks, and then of what that leaves over the others.
+  struct TwoLevels {
+    std::int64_t inner_ranks = 1;
+    Line inner, outer;  // of bytes that go into each
+  };
   struct Parameter {
     std::int64_t numel = 0;
     std::int64_t stored = 0;          // bytes of an element of the shard
@@ -67,6 +72,7 @@ struct StepWork::Parts {
   std::int64_t shards = 1;
   Line gather, reduce, all_reduce;
   std::vector<SubMesh> sub_meshes;
+  std::vector<TwoLevels> two_levels;
   std::int64_t copy_slope = 0;
   Bytes static_bytes;
   Bytes least_memory;

@@ -177,6 +177,9 @@ class StepWorkBuilder {
       if (shard.size % ranks != 0) continue;
       const Communicator part{.name = "part", .size = ranks, .stride = shard.stride};
       work_.sub_meshes.push_back({ranks, LineOf(CollectiveKind::kAllGather, part, most(gathered))});
+      const Communicator outer{.name = "outer", .size = shard.size / ranks, .stride = shard.stride * ranks};
+      work_.two_levels.push_back({ranks, LineOf(CollectiveKind::kReduceScatter, part, most(reduced)),
+                                  LineOf(CollectiveKind::kReduceScatter, outer, most(reduced))});
     }
   }
 

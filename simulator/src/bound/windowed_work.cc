@@ -157,6 +157,17 @@ class PriceTable {
   std::vector<std::int32_t> cheapest_;
 };
 
+// The cheapest window from one on.
+std::vector<std::int32_t> CheapestFrom(const std::vector<Int128>& prices) {
+  std::vector<std::int32_t> cheapest(prices.size());
+  for (std::size_t w = prices.size(); w-- > 0;) {
+    const bool last = w + 1 == prices.size();
+    cheapest[w] =
+        last || prices[w] <= prices[cheapest[w + 1]] ? static_cast<std::int32_t>(w) : cheapest[w + 1];
+  }
+  return cheapest;
+}
+
 // One evaluation at given prices.
 //
 // [Note: where a collective is]
@@ -178,6 +189,7 @@ class WindowedWork::Sum {
         all_reduce_(BytePrices(of.work_.all_reduce)) {
     for (const StepWork::Parts::SubMesh& part : of.work_.sub_meshes)
       parts_.push_back(BytePrices(part.gather));
+    AddWaysToReduce();
     for (std::size_t c = 0; c < bytes.size(); ++c) before_[c + 1] = before_[c] + bytes[c];
     if (use_ == nullptr) return;
     use_->kernels_ns.assign(windows.size(), 0);
@@ -227,6 +239,37 @@ class WindowedWork::Sum {
       for (std::size_t l = 0; l < of_.links(); ++l) price += Int128{prices.links[l]} * line[l].fixed_ns;
       return price * kSlopeScale;
     });
+  }
+
+  // [Note: ways to reduce]
+  // Over all shards at once, or over inner ranks in one window and over the others in that or a later one.
+  // The cheapest begin and the cheapest price of a byte, whichever way has them, are no more than any way's.
+  void AddWaysToReduce() {
+    reduce_begin_ = BeginPrices(of_.work_.reduce);
+    levels_of_.assign(windows_.size(), -1);
+    for (std::size_t i = 0; i < of_.work_.two_levels.size(); ++i) {
+      const StepWork::Parts::TwoLevels& levels = of_.work_.two_levels[i];
+      inner_.push_back(BytePrices(levels.inner));
+      const Prices outer = BytePrices(levels.outer);
+      outer_.push_back(CheapestFrom(outer));
+      const Prices begin = BeginPrices(levels.inner), outer_begin = BeginPrices(levels.outer);
+      const std::vector<std::int32_t> begins = CheapestFrom(outer_begin);
+      for (std::int64_t w = 0; w <= last_; ++w) {
+        reduce_begin_[w] = std::min(reduce_begin_[w], begin[w] + outer_begin[begins[w]]);
+        const Int128 byte = inner_[i][w] + outer[outer_[i][w]] / levels.inner_ranks;
+        if (byte >= reduce_[w]) continue;
+        reduce_[w] = byte;
+        levels_of_[w] = static_cast<std::int32_t>(i);
+      }
+    }
+  }
+
+  void UseReduce(std::int64_t begins, std::int64_t bytes, std::int64_t window) {
+    const std::int32_t way = levels_of_[window];
+    if (way < 0) return UseLinks(of_.work_.reduce, begins, bytes, window);
+    const StepWork::Parts::TwoLevels& levels = of_.work_.two_levels[way];
+    UseLinks(levels.inner, begins, bytes, window);
+    UseLinks(levels.outer, begins, bytes / levels.inner_ranks, outer_[way][window]);
   }
 
   // What cuts [from, to) charge for so many bytes.
@@ -331,7 +374,7 @@ class WindowedWork::Sum {
   }
   void UseReduction(const Reduced& what, std::int64_t from, std::int64_t window) {
     if (use_ == nullptr) return;
-    UseLinks(of_.work_.reduce, 0, what.reduced_bytes, window);
+    UseReduce(0, what.reduced_bytes, window);
     UseLinks(of_.work_.all_reduce, 0, what.reduced_bytes / of_.work_.shards,
              all_reduce_.Cheapest(window, last_));
     UseKernels(CastWork(what), from, window);
@@ -351,11 +394,11 @@ class WindowedWork::Sum {
              Kept(what.unsharded_bytes, reduction.cut, w);
     };
     const std::vector<Bucket> least =
-        CheapestBuckets(items.size(), BeginPrices(of_.work_.reduce), cost_of,
+        CheapestBuckets(items.size(), reduce_begin_, cost_of,
                         [&](std::size_t i, std::int64_t w) { return w >= items[i].first.window; });
     for (std::size_t end = items.size(); use_ != nullptr && end > 0; end = least[end].first) {
       const std::int64_t w = least[end].window;
-      UseLinks(of_.work_.reduce, 1, 0, w);
+      UseReduce(1, 0, w);
       for (std::size_t i = least[end].first; i < end; ++i) {
         UseReduction(items[i].second, earliest, w);
         UseBytes(items[i].second.unsharded_bytes, items[i].first.cut, w);
@@ -409,25 +452,44 @@ class WindowedWork::Sum {
     return keep;
   }
 
-  // Reduced, or added to the next gradient of the parameter.
+  // Added to the next gradient of the parameter; reduced before; or reduced over the inner ranks of two
+  // levels, and what that leaves is added to the next.
   Int128 ReduceOrKeep(const Reduction& reduction, const Reduced& what) {
+    constexpr std::int64_t kNever = -1;
     const auto kept_until = [&](std::int64_t cut) {
       return Kept(what.unsharded_bytes, reduction.cut, std::min(cut, reduction.later)) +
              Kept(what.kept_bytes, reduction.later, cut);
     };
+    // Beside the shard, which is counted for every gradient.
+    const auto left_of = [&](std::size_t level) {
+      return std::max<std::int64_t>(0, what.reduced_bytes / of_.work_.two_levels[level].inner_ranks -
+                                           what.reduced_bytes / of_.work_.shards);
+    };
     Int128 least = kept_until(reduction.next);
-    std::int64_t window = -1;
-    for (std::int64_t w = reduction.window; w <= last_; ++w) {
-      const Int128 moved = kernels_.Least(reduction.window, w) * CastWork(what);
-      const Int128 cost = reduce_[w] * what.reduced_bytes + moved + kept_until(w);
-      if (cost < least) std::tie(least, window) = std::tuple(cost, w);
-    }
+    std::int64_t window = kNever;
+    const std::size_t all_the_way = inner_.size();
+    std::size_t level = all_the_way;
+    const auto consider = [&](const Prices& line, std::int64_t left_bytes, std::size_t by) {
+      for (std::int64_t w = reduction.window; w <= last_; ++w) {
+        const Int128 moved = kernels_.Least(reduction.window, w) * CastWork(what);
+        const Int128 cost = line[w] * what.reduced_bytes + moved + kept_until(w) +
+                            Kept(left_bytes, std::max(w, reduction.cut), reduction.next);
+        if (cost < least) std::tie(least, window, level) = std::tuple(cost, w, by);
+      }
+    };
+    consider(reduce_, 0, all_the_way);
+    for (std::size_t l = 0; l < inner_.size(); ++l) consider(inner_[l], left_of(l), l);
     if (use_ == nullptr) return least;
-    const std::int64_t until = window < 0 ? reduction.next : window;
+    const std::int64_t until = window == kNever ? reduction.next : window;
     UseBytes(what.unsharded_bytes, reduction.cut, std::min(until, reduction.later));
     UseBytes(what.kept_bytes, reduction.later, until);
-    if (window < 0) return least;
-    UseLinks(of_.work_.reduce, 0, what.reduced_bytes, window);
+    if (window == kNever) return least;
+    if (level == all_the_way) {
+      UseReduce(0, what.reduced_bytes, window);
+    } else {
+      UseBytes(left_of(level), std::max(window, reduction.cut), reduction.next);
+      UseLinks(of_.work_.two_levels[level].inner, 0, what.reduced_bytes, window);
+    }
     UseKernels(CastWork(what), reduction.window, window);
     return least;
   }
@@ -446,9 +508,14 @@ class WindowedWork::Sum {
   WindowUse* const use_;
   std::vector<Int128> before_;  // by cut: the prices of those before it
   const PriceTable kernels_;
-  const Prices gather_, reduce_;
+  const Prices gather_;
+  Prices reduce_;  // of a byte, the cheapest way
   const PriceTable all_reduce_;
   std::vector<Prices> parts_;
+  std::vector<Prices> inner_;  // by TwoLevels: of a byte that is reduced over the inner ranks
+  std::vector<std::vector<std::int32_t>> outer_;  // ... the window, from one on, to reduce over the others
+  Prices reduce_begin_;                           // of a reduction that begins in the window
+  std::vector<std::int32_t> levels_of_;  // by window: the cheapest way to reduce, into TwoLevels; -1: at once
 };
 
 Nanoseconds WindowedWork::ValueOf(const std::vector<WindowPrices>& windows,

@@ -8,7 +8,8 @@
 
 namespace shardplan::internal {
 
-inline constexpr std::int32_t kBufferRoles = static_cast<std::int32_t>(BufferRole::kPartialReduceOutput) + 1;
+inline constexpr std::int32_t kBufferRoles =
+    static_cast<std::int32_t>(BufferRole::kInnerReduceAccumulated) + 1;
 inline constexpr std::int32_t kStorageRoles = static_cast<std::int32_t>(StorageRole::kParameterGrad) + 1;
 inline constexpr std::int32_t kKernelTemp = kBufferRoles + kStorageRoles;
 inline constexpr std::int32_t kCublasWorkspace = kKernelTemp + 1;

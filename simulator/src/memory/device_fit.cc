@@ -37,6 +37,8 @@ bool IsDivided(std::int32_t category) {
     case BufferRole::kOptimizerState:
     case BufferRole::kOptimizerTemp:
     case BufferRole::kPartialReduceOutput:
+    case BufferRole::kInnerReduceOutput:
+    case BufferRole::kInnerReduceAccumulated:
       return true;
     default:
       return false;

@@ -71,6 +71,8 @@ void AdviseBuffer(const Plan& plan, BufferRole role, AliveMemory& alive) {
     case BufferRole::kReduceScatterInput:
     case BufferRole::kReduceScatterOutput:
     case BufferRole::kPartialReduceOutput:
+    case BufferRole::kInnerReduceOutput:
+    case BufferRole::kInnerReduceAccumulated:
       if (IsFullPrecision(plan, alive.unit)) {
         return Set(alive, "reduce_dtype: bfloat16", Bytes{alive.bytes.value / 2});
       }

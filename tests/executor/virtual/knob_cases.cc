@@ -253,6 +253,61 @@ void AddFsdp2Accumulation(Cases& cases) {
   });
 }
 
+// Rows that the ranks pad, in pieces that the first level puts in another order.
+void AddTwoLevels(Cases& cases) {
+  const auto add = [&](const std::string& name, std::int64_t ranks, const Cases::Change& change) {
+    cases.Add("fsdp2", "two_levels_" + name, ranks, [&](PlanCase& c) {
+      c.strategy.fsdp2.inner_reduce_ranks = 2;
+      c.strategy.mixed_precision = MixedPrecision{.param_dtype = kBf16, .reduce_dtype = kFp32};
+      change(c);
+    });
+  };
+  const auto accumulate = [](PlanCase& c) {
+    c.strategy.program = {Accumulation(3, {Setter("set_requires_all_reduce", false)},
+                                       {Setter("set_requires_all_reduce", true)})};
+  };
+  add("plain", 4, [](PlanCase&) {});
+  add("of_one_group", 2, [](PlanCase&) {});  // in one level
+  add("four_outer", 8, accumulate);
+  add("inner_four", 8, [](PlanCase& c) { c.strategy.fsdp2.inner_reduce_ranks = 4; });
+  add("each", 4, [](PlanCase& c) { c.strategy.program = {Accumulation(2, {}, {})}; });
+  add("accumulate", 4, accumulate);
+  add("accumulate_kept", 4, [&](PlanCase& c) {
+    c.strategy.reshard_after_forward = std::int64_t{2};
+    c.strategy.fsdp2.part_after_backward = true;
+    c.strategy.program = {Accumulation(
+        3, {Setter("set_requires_all_reduce", false), Setter("set_reshard_after_backward", false)},
+        {Setter("set_requires_all_reduce", true), Setter("set_reshard_after_backward", true)})};
+  });
+  add("replicas", 8, [&](PlanCase& c) {
+    c.strategy.mesh = {{"replicate", 2}, {"shard", 4}};
+    accumulate(c);
+  });
+  add("columns", 4, [&](PlanCase& c) {
+    c.strategy.fsdp2.shard_dims = {{{"layers.*.mlp.weight0"}, 1}};
+    accumulate(c);
+  });
+  add("sums_in_flight", 4, [&](PlanCase& c) {
+    c.strategy.fsdp2.force_sum_reduction = true;
+    c.strategy.fsdp2.reduce_scatter_inputs_in_flight = 3;
+    accumulate(c);
+  });
+  add("divided_fp16", 4, [&](PlanCase& c) {
+    c.strategy.mixed_precision = MixedPrecision{.param_dtype = kFp16, .reduce_dtype = kFp16};
+    c.strategy.fsdp2.gradient_divide_factor = 3.0;
+    accumulate(c);
+  });
+  add("offload", 4, [&](PlanCase& c) {
+    c.strategy.cpu_offload = true;
+    accumulate(c);
+  });
+  add("frozen", 4, [&](PlanCase& c) {
+    c.trace = FrozenTrace(1);
+    accumulate(c);
+  });
+  add("optimizer_in_backward", 4, [](PlanCase& c) { c.strategy.optimizer.in_backward = true; });
+}
+
 void AddFsdp1(Cases& cases) {
   const std::string p = "fsdp1";
   const std::pair<const char*, Fsdp1Sharding> kShardings[] = {
@@ -311,6 +366,7 @@ std::vector<PlanCase> KnobCases() {
   AddFsdp2Units(cases);
   AddFsdp2Knobs(cases);
   AddFsdp2Accumulation(cases);
+  AddTwoLevels(cases);
   AddFsdp1(cases);
   return cases.Take();
 }

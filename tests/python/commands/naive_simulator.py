@@ -22,7 +22,7 @@ CLASSES = json.loads((pathlib.Path(__file__).parents[3] / "tools" / "python" / "
 HOOKS = {"pre_forward", "post_forward", "pre_backward", "post_backward", "backward_end"}
 MATRIX = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "_scaled_mm", "_int_mm"}
 MATRIX_PARTS = ("attention", "flash_attn", "convolution", "grouped_mm", "conv_", "linear_backward")
-FLAT_ROLES = {"grad_sharded", "reduce_scatter_output", "partial_reduce_output"}
+FLAT_ROLES = {"grad_sharded", "reduce_scatter_output", "partial_reduce_output", "inner_reduce_output", "inner_reduce_accumulated"}
 MILLION = 10**6
 # The expected largest of 1, 2, 4, ... samples of a standard normal distribution, in millionths.
 LARGEST = [0, 564190, 1029375, 1423600, 1765991, 2069669, 2343733, 2594610, 2826790, 3043650, 3247690, 3440700, 3624300]

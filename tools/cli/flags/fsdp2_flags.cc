@@ -51,6 +51,10 @@ void AddFsdp2Flags(FlagGroup& group, Fsdp2Flags& flags) {
   group.Flag(
       "--part-after-backward", flags.part_after_backward,
       "fsdp2: units that set_reshard_after_backward(False) leaves stay on their smaller mesh, not whole");
+  group
+      .Option("--inner-reduce-ranks", flags.inner_reduce_ranks,
+              "fsdp2: gradients are reduced over so many neighbouring ranks first, then between these groups")
+      ->check(CLI::PositiveNumber);
   group.Option("--all-reduce-hook", flags.all_reduce_hook,
                "fsdp2: a hook that averages reduced gradients over this mesh dimension");
   group.Flag("--no-root", flags.no_root, "fsdp2: fully_shard is not called on the root");
@@ -80,6 +84,7 @@ Status ApplyFsdp2Flags(const Fsdp2Flags& flags, Strategy& strategy) {
   if (flags.process_group_memory) knobs.allocate_memory_from_process_group = true;
   if (flags.post_optim_event) knobs.post_optim_event = true;
   if (flags.part_after_backward) knobs.part_after_backward = true;
+  if (flags.inner_reduce_ranks) knobs.inner_reduce_ranks = *flags.inner_reduce_ranks;
   if (flags.all_reduce_hook) {
     knobs.all_reduce_hooks = {{.mesh_dim = *flags.all_reduce_hook, .reduce_op = ReduceOp::kAverage}};
   }

@@ -25,6 +25,7 @@ struct Fsdp2Flags {
   bool process_group_memory = false;
   bool post_optim_event = false;
   bool part_after_backward = false;
+  std::optional<std::int64_t> inner_reduce_ranks;
   std::optional<std::string> all_reduce_hook;  // a mesh dimension
   bool no_root = false;
   bool share_comm_context = false;

@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/on_demand.h"
 #include "training/failure.h"
 
@@ -238,8 +239,7 @@ std::vector<std::int32_t> OnDemand::Keep(UnitId unit) {
 void OnDemand::ReducePartial() {
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     const Buffer& buffer = plan_.buffers[b];
-    if (buffer.role != BufferRole::kPartialReduceOutput || !replayer_->IsAlive(static_cast<BufferId>(b)))
-      continue;
+    if (!IsPartlyReduced(buffer.role) || !replayer_->IsAlive(static_cast<BufferId>(b))) continue;
     const Procedure* procedure = FindProcedure(plan_, ProcedureKind::kReducePartial, buffer.unit);
     const bool is_its =
         procedure != nullptr && std::ranges::any_of(procedure->instructions, [&](const Instruction& i) {
@@ -248,11 +248,10 @@ void OnDemand::ReducePartial() {
     if (!is_its) {
       throw TrainingError(
           ErrorCode::kNegative,
-          fmt::format(
-              "the model deviates from the plan between micro-batches whose gradients are reduced "
-              "over the shards but not yet over the replicas, and the plan does not say how to reduce {} on "
-              "demand",
-              buffer.name));
+          fmt::format("the model deviates from the plan between micro-batches whose gradients are reduced "
+                      "over a part of the ranks alone, and the plan does not say how to reduce {} on "
+                      "demand",
+                      buffer.name));
     }
     std::vector<bool> any(plan_.units[buffer.unit].parameters.size());
     for (const std::int32_t parameter : buffer_parameters_[b]) any[parameter] = true;

@@ -54,7 +54,7 @@ class OnDemand {
   std::vector<std::int32_t> Reduce(UnitId unit);
   // Keeps them for a later Reduce, as no_sync has it. Not collective. Returns as Reduce.
   std::vector<std::int32_t> Keep(UnitId unit);
-  // Reduces over the replicas what the plan has reduced over the shards only. Collective.
+  // Reduces the rest of the way what the plan has reduced over a part of the ranks. Collective.
   void ReducePartial();
   // Units of which any rank has gradients that are not reduced. Collective.
   std::vector<UnitId> UnitsWithGradients() const;

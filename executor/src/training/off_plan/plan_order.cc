@@ -68,8 +68,7 @@ std::vector<bool> KeepsOf(const Plan& plan, const std::vector<Trigger>& triggers
   const auto reduces = [&](const Instruction& i) {
     if (i.dst < 0) return false;
     const BufferRole role = plan.buffers[i.dst].role;
-    return i.kind != InstructionKind::kAllocate &&
-           (IsFinalGradient(role) || role == BufferRole::kPartialReduceOutput);
+    return i.kind != InstructionKind::kAllocate && (IsFinalGradient(role) || IsPartlyReduced(role));
   };
   std::vector<bool> keeps(triggers.size(), false);
   bool reduced = false;
@@ -108,7 +107,7 @@ std::vector<std::shared_ptr<const std::vector<UnitGradients>>> GradientsOf(
         // A backward that the user finalizes has its gradients reduced, and handed over behind it.
         const bool collective =
             i.kind == InstructionKind::kReduceScatter || i.kind == InstructionKind::kAllReduce;
-        if (collective || IsFinalGradient(buffer.role) || buffer.role == BufferRole::kPartialReduceOutput)
+        if (collective || IsFinalGradient(buffer.role) || IsPartlyReduced(buffer.role))
           units[buffer.unit] = UnitGradients::kReduced;
       }
     }

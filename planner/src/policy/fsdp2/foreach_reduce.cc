@@ -10,6 +10,7 @@
 
 #include "policy/fsdp2/gradient_divide_factors.h"
 #include "policy/fsdp2/reduce_scatter_copy_in.h"
+#include "shardplan/schemas/layout.h"
 #include "units/layout.h"
 
 namespace shardplan::fsdp2 {
@@ -33,10 +34,15 @@ class Reduction {
   ForeachReduceResult RunPartial();
 
  private:
+  bool InTwoLevels() const { return scope_.unit().inner_reduce_communicator >= 0; }
+  BufferRole FirstRole(bool is_kept) const;
   BufferId Output(BufferRole role) const;
   void PreparePartial();
   void ReduceScatter(BufferId input, BufferId output) const;
   void AddToPartial(BufferId output);
+  BufferId ReduceOverOuter(BufferId inner);
+  void DropPartial();
+  void HandOver(BufferId output);
   void RecordPostReduce(StreamId stream);
   StreamId AllReduce(BufferId output);
   StreamId RunHook(BufferId output, StreamId stream);
@@ -64,12 +70,19 @@ Status Reduction::CheckPartial() const {
       scope_.Name());
 }
 
+// Of what the first collective makes.
+BufferRole Reduction::FirstRole(bool is_kept) const {
+  if (InTwoLevels()) return is_kept ? BufferRole::kInnerReduceAccumulated : BufferRole::kInnerReduceOutput;
+  return is_kept ? BufferRole::kPartialReduceOutput : BufferRole::kReduceScatterOutput;
+}
+
 BufferId Reduction::Output(BufferRole role) const {
   const Unit& unit = scope_.unit();
   std::int64_t numel = 0;
   for (const std::int32_t p : grads_.parameters) {
     numel += PaddedPieceNumel(unit.parameters[p], scope_.shard_ranks());
   }
+  if (IsInnerReduced(role)) numel *= program_.plan().communicators[unit.outer_reduce_communicator].size;
   return scope_.StagingBuffer(arguments_.settings.allocate_memory_from_process_group, role, unit.reduce_dtype,
                               Bytes{numel * SizeBytes(unit.reduce_dtype)}, grads_.parameters);
 }
@@ -82,7 +95,7 @@ void Reduction::PreparePartial() {
     program_.WaitStream(reduce_scatter_stream_, kCompute, fmt::format("{}.partial_awaited", scope_.Name()));
   }
   if (program_.plan().buffers[partial].parameters == grads_.parameters) return;
-  result_.partial_reduce_output = Output(BufferRole::kPartialReduceOutput);
+  result_.partial_reduce_output = Output(program_.plan().buffers[partial].role);
   program_.Allocate(result_.partial_reduce_output, reduce_scatter_stream_);
   Instruction& zero = program_.Emit(InstructionKind::kGradZero, reduce_scatter_stream_);
   zero.dst = result_.partial_reduce_output;
@@ -96,8 +109,10 @@ void Reduction::ReduceScatter(BufferId input, BufferId output) const {
   if (scope_.shard_ranks() > 1) {
     Instruction& reduce =
         program_.Move(InstructionKind::kReduceScatter, input, output, reduce_scatter_stream_);
-    reduce.communicator = arguments_.settings.separate_reduce_scatter_group ? unit.reduce_scatter_communicator
-                                                                            : unit.shard_communicator;
+    reduce.communicator = InTwoLevels() ? unit.inner_reduce_communicator
+                          : arguments_.settings.separate_reduce_scatter_group
+                              ? unit.reduce_scatter_communicator
+                              : unit.shard_communicator;
     reduce.reduce_op = factors_.reduce_scatter;
     reduce.divisor = factors_.premultiply.value_or(1.0);
     return;
@@ -109,7 +124,7 @@ void Reduction::ReduceScatter(BufferId input, BufferId output) const {
   }
 }
 
-// HSDP accumulation: reduced over the shards, not yet over the replicas.
+// Accumulation of HSDP, reduced over the shards and not yet over the replicas, or of two levels.
 void Reduction::AddToPartial(BufferId output) {
   if (result_.partial_reduce_output < 0) {
     result_.partial_reduce_output = output;
@@ -124,6 +139,29 @@ void Reduction::AddToPartial(BufferId output) {
 void Reduction::RecordPostReduce(StreamId stream) {
   program_.Record(result_.post_reduce_event, stream);
   result_.post_reduce_stream = stream;
+}
+
+// The second of two levels, of what the first has made, now and in earlier micro-batches. Both are on one
+// stream, so what is between them is free behind it.
+BufferId Reduction::ReduceOverOuter(BufferId inner) {
+  if (result_.partial_reduce_output >= 0) {
+    program_.Move(InstructionKind::kGradAccumulate, result_.partial_reduce_output, inner,
+                  reduce_scatter_stream_);
+    DropPartial();
+  }
+  const BufferId output = Output(BufferRole::kReduceScatterOutput);
+  program_.Allocate(output, reduce_scatter_stream_);
+  Instruction& reduce = program_.Move(InstructionKind::kReduceScatter, inner, output, reduce_scatter_stream_);
+  reduce.communicator = scope_.unit().outer_reduce_communicator;
+  reduce.reduce_op = factors_.reduce_scatter;
+  program_.Free(inner, reduce_scatter_stream_);
+  return output;
+}
+
+void Reduction::DropPartial() {
+  if (result_.partial_reduce_output < 0) return;
+  program_.Free(result_.partial_reduce_output, reduce_scatter_stream_);
+  result_.partial_reduce_output = -1;
 }
 
 StreamId Reduction::AllReduce(BufferId output) {
@@ -195,10 +233,10 @@ ForeachReduceResult Reduction::Run() {
       ReduceScatterCopyIn(scope_, grads_, settings.allocate_memory_from_process_group, again);
   program_.WaitStream(reduce_scatter_stream_, kCompute, fmt::format("{}.grads_ready", scope_.Name()));
 
-  const bool partial_only = scope_.unit().replicate_communicator >= 0 && !settings.all_reduce_grads;
+  const bool has_another_level = InTwoLevels() || scope_.unit().replicate_communicator >= 0;
+  const bool partial_only = has_another_level && !settings.all_reduce_grads;
   const bool new_partial = partial_only && result_.partial_reduce_output < 0;
-  const BufferId output =
-      Output(new_partial ? BufferRole::kPartialReduceOutput : BufferRole::kReduceScatterOutput);
+  const BufferId output = Output(FirstRole(new_partial));
   program_.Allocate(output, reduce_scatter_stream_);
   ReduceScatter(input.buffer, output);
   const EventId event = scope_.Event(again.empty() ? "reduce_scatter" : "reduce_scatter." + again);
@@ -208,27 +246,26 @@ ForeachReduceResult Reduction::Run() {
   if (partial_only) {
     AddToPartial(output);
   } else {
-    const StreamId stream = RunHook(output, AllReduce(output));
-    DivIfNeeded(factors_.post, output, stream, program_);
-    Deliver(output, stream);
-    RecordPostReduce(stream);
-    if (result_.partial_reduce_output >= 0) {
-      program_.Free(result_.partial_reduce_output, reduce_scatter_stream_);
-      result_.partial_reduce_output = -1;
-    }
+    HandOver(InTwoLevels() ? ReduceOverOuter(output) : output);
+    DropPartial();
   }
   for (const BufferId grad : input.named_grads) program_.Free(grad, kCompute);
   return result_;
 }
 
 ForeachReduceResult Reduction::RunPartial() {
-  const BufferId output = std::exchange(result_.partial_reduce_output, -1);
+  const BufferId partial = std::exchange(result_.partial_reduce_output, -1);
   result_.post_reduce_event = scope_.Event("post_reduce");
+  HandOver(InTwoLevels() ? ReduceOverOuter(partial) : partial);
+  return result_;
+}
+
+// What is reduced over all shards: over the replicas, and to who wants it.
+void Reduction::HandOver(BufferId output) {
   const StreamId stream = RunHook(output, AllReduce(output));
   DivIfNeeded(factors_.post, output, stream, program_);
   Deliver(output, stream);
   RecordPostReduce(stream);
-  return result_;
 }
 
 }  // namespace

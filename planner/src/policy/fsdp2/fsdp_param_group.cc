@@ -320,7 +320,8 @@ void FsdpParamGroup::DropReduced() {
 Status FsdpParamGroup::FinalizeByUser() {
   if (state_.partial_reduce_output >= 0 ||
       (state_.post_backward_pending && state_.settings.reduce_grads &&
-       scope_.unit().replicate_communicator >= 0 && !state_.settings.all_reduce_grads)) {
+       (scope_.unit().replicate_communicator >= 0 || scope_.unit().inner_reduce_communicator >= 0) &&
+       !state_.settings.all_reduce_grads)) {
     return MakeInputError("/program",
                           "PyTorch fails here: finalize_backward does not support gradients that wait for an "
                           "all-reduce",

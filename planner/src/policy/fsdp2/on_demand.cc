@@ -5,6 +5,7 @@
 #include <set>
 
 #include "policy/fsdp2/fsdp_param_group.h"
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::fsdp2 {
@@ -93,7 +94,7 @@ class Emitter {
   void ReducePartial() {
     const std::vector<Buffer>& buffers = scope_.program().plan().buffers;
     const auto found = std::ranges::find_if(buffers, [&](const Buffer& buffer) {
-      return buffer.unit == scope_.id() && buffer.role == BufferRole::kPartialReduceOutput;
+      return buffer.unit == scope_.id() && IsPartlyReduced(buffer.role);
     });
     if (found == buffers.end()) return;
     const auto partial = static_cast<BufferId>(found - buffers.begin());

@@ -17,6 +17,10 @@ bool MakesView(const Plan& plan, const Instruction& grad_cast, bool dst_is_alive
 // Whether a buffer of that role holds reduced gradients, those that the optimizer reads.
 bool IsFinalGradient(BufferRole role);
 
+// Whether a buffer of that role holds gradients that are reduced over a part of the ranks, and waits for the
+// rest.
+bool IsPartlyReduced(BufferRole role);
+
 // Whether a zero_grad of `unit` (-1: of all) takes the reduced gradients in the buffer. The buffer is freed;
 // a persistent one is emptied and stays.
 bool ZeroGradTakes(UnitId unit, const Buffer& buffer);

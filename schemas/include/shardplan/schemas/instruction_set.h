@@ -97,9 +97,11 @@ inline constexpr RoleSet kShards = RolesIn({kParamSharded, kAllGatherInput, kPar
 inline constexpr RoleSet kGathered = RolesIn({kAllGatherOutput, kParamUnsharded});
 inline constexpr RoleSet kUnreduced =
     RolesIn({kGradUnsharded, kGradUnshardedAccumulated, kReduceScatterInput});
+// Over the inner ranks alone.
+inline constexpr RoleSet kInnerReduced = RolesIn({kInnerReduceOutput, kInnerReduceAccumulated});
 inline constexpr RoleSet kReduced =
     RolesIn({kReduceScatterOutput, kPartialReduceOutput, kGradSharded, kGradHost});
-inline constexpr RoleSet kGradients = kUnreduced | kReduced;
+inline constexpr RoleSet kGradients = kUnreduced | kInnerReduced | kReduced;
 
 // In the order of the enumerators.
 inline constexpr auto kTable = std::to_array<InstructionDescription>({
@@ -176,10 +178,10 @@ inline constexpr auto kTable = std::to_array<InstructionDescription>({
      .name = "grad_copy_in",
      .family = InstructionFamily::kCopy,
      .place = Place::kStream,
-     .src = {kRead, kUnreduced | RolesIn({kPartialReduceOutput})},
+     .src = {kRead, kUnreduced | RolesIn({kPartialReduceOutput, kInnerReduceAccumulated})},
      .dst = {kWrite, kGradients},
-     .says = "unsharded gradients, cast, chunked and padded, to the reduce-scatter input; a partial reduce "
-             "output to one of more parameters"},
+     .says = "unsharded gradients, cast, chunked and padded, to the reduce-scatter input; what is partly "
+             "reduced to a buffer of more parameters"},
     {.kind = InstructionKind::kGradScale,
      .name = "grad_scale",
      .family = InstructionFamily::kScale,
@@ -191,14 +193,14 @@ inline constexpr auto kTable = std::to_array<InstructionDescription>({
      .name = "grad_zero",
      .family = InstructionFamily::kScale,
      .place = Place::kStream,
-     .dst = {kWrite, RolesIn({kGradUnshardedAccumulated, kPartialReduceOutput})},
+     .dst = {kWrite, RolesIn({kGradUnshardedAccumulated, kPartialReduceOutput, kInnerReduceAccumulated})},
      .says = "zeros, in the place of gradients that the backward did not make"},
     {.kind = InstructionKind::kReduceScatter,
      .name = "reduce_scatter",
      .family = InstructionFamily::kCollective,
      .place = Place::kStream,
-     .src = {kRead, kUnreduced},
-     .dst = {kWrite, kReduced},
+     .src = {kRead, kUnreduced | kInnerReduced},
+     .dst = {kWrite, kReduced | kInnerReduced},
      .communicator = true,
      .optional = FieldsIn({OptionalField::kReduceOp, OptionalField::kDivisor}),
      .says =

@@ -28,6 +28,14 @@ struct RowRange {
 };
 RowRange ChunkRows(std::int64_t rows, std::int64_t pieces, std::int64_t index);
 
+// Whether a buffer of that role holds gradients that are reduced over the inner ranks alone: of each rank of
+// the second level the pieces, rank by rank.
+bool IsInnerReduced(BufferRole role);
+// Where the piece of rank `piece` of the shards lies in the input of the first of two reductions, of `inner`
+// ranks of `shards`: the pieces that a rank of the first level gets lie one behind the other, in the order of
+// the ranks of the second. `inner` = `shards`: rank by rank.
+std::int64_t InnerSlot(std::int64_t piece, std::int64_t inner, std::int64_t shards);
+
 // Elements of a parameter.
 std::int64_t Numel(const UnitParameter& parameter);
 // Elements of one padded piece of a per_parameter parameter: ceil(shape[d] / pieces) x the other dimensions,

@@ -85,10 +85,14 @@ struct Unit {
   CommunicatorId reduce_scatter_communicator = -1;  // reduce_scatter's own; -1: shard_communicator
   CommunicatorId replicate_communicator = -1;       // HSDP all_reduce
   CommunicatorId post_forward_communicator = -1;    // integer reshard_after_forward
-  CommunicatorId hook_communicator = -1;            // fsdp2: what the user's all-reduce hook reduces over
-  double hook_divisor = 1.0;                        // ... and divides by in all
-  std::optional<double> gradient_divide_factor;     // fsdp2: instead of the number of ranks
-  std::int64_t flat_numel = 0;                      // flat: padded unsharded elements
+  // Reductions in two levels: over neighbouring ranks of the shards (a node) first, then over the ranks that
+  // have the same place in theirs. Both or none; together they are shard_communicator's ranks.
+  CommunicatorId inner_reduce_communicator = -1;
+  CommunicatorId outer_reduce_communicator = -1;
+  CommunicatorId hook_communicator = -1;         // fsdp2: what the user's all-reduce hook reduces over
+  double hook_divisor = 1.0;                     // ... and divides by in all
+  std::optional<double> gradient_divide_factor;  // fsdp2: instead of the number of ranks
+  std::int64_t flat_numel = 0;                   // flat: padded unsharded elements
   bool operator==(const Unit&) const = default;
 };
 
@@ -115,6 +119,10 @@ enum class BufferRole : std::uint8_t {
   // HSDP: gradients that are reduced over the shards and not yet over the replicas, kept for a later
   // micro-batch.
   kPartialReduceOutput,
+  // Reductions in two levels: gradients that are reduced over the inner ranks and not yet over the outer
+  // ones, on their way / kept for a later micro-batch.
+  kInnerReduceOutput,
+  kInnerReduceAccumulated,
 };
 
 enum class MemoryKind : std::uint8_t { kDevice, kPinnedHost, kHost };
@@ -316,7 +324,9 @@ enum class ProcedureKind : std::uint8_t {
   kAccumulateAgain,    // ... and adds them to those that are kept, of every parameter
   kReduceAccumulated,  // reduces the unsharded gradients and those that are kept, of every parameter
   kReduceKept,         // reduces those that are kept alone
-  kReducePartial,      // HSDP: all-reduces what is reduced over the shards only (a partial_reduce_output)
+  // Reduces the rest of the way what is reduced over a part of the ranks only (a partial_reduce_output, an
+  // inner_reduce_accumulated).
+  kReducePartial,
 };
 struct Procedure {
   ProcedureKind kind = ProcedureKind::kUnshard;

@@ -159,6 +159,10 @@ struct Fsdp2Knobs {
   // Not in PyTorch: set_reshard_after_backward(False) leaves a unit that is kept on a smaller mesh after the
   // forward there after the backward, too, and not whole.
   bool part_after_backward = false;
+  // Not in PyTorch. Gradients are reduced over so many neighbouring ranks of the shards first, then over the
+  // ranks that have the same place in theirs; set_requires_all_reduce(False) leaves the second (and the
+  // all-reduce over replicas) to a later micro-batch. 0: over all shards at once.
+  std::int64_t inner_reduce_ranks = 0;
   // False: fully_shard is not called on the root; each outermost unit is a root of its own.
   bool shard_root = true;
   std::vector<std::vector<std::string>> shared_comm_contexts;  // share_comm_ctx: FQNs of roots

@@ -33,7 +33,7 @@
 namespace shardplan {
 
 // The name of the plan class (docs/reference/optimize.md).
-inline constexpr std::string_view kPlanClass = "fully_sharded/1";
+inline constexpr std::string_view kPlanClass = "fully_sharded/2";
 
 // No price of a byte is higher (1,024 ns).
 inline constexpr std::int64_t kHighestBytePrice = std::int64_t{1} << 50;
