@@ -49,6 +49,7 @@ struct Job {
   Strategy strategy;
   ModelChain chain;
   std::int64_t shards = 1, replicas = 1;
+  std::int64_t node_ranks = 8;
   std::int32_t microbatches = 1;
   // Of parameters whose rows the ranks pad by a quarter and more: another dimension, which they divide.
   std::vector<ShardDimRule> even_dims;

@@ -9,8 +9,6 @@ namespace shardplan::optimize {
 namespace {
 
 constexpr std::int32_t kAll = std::numeric_limits<std::int32_t>::max();
-// Ranks of a node, as nearly all nodes have.
-constexpr std::int64_t kNode = 8;
 
 std::vector<Accumulation> Accumulations(const Job& job, const Choice& choice) {
   if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation) return {Accumulation::kEach};
@@ -21,6 +19,15 @@ std::vector<Accumulation> Accumulations(const Job& job, const Choice& choice) {
     all.push_back(Accumulation::kRestLastKept);
   }
   return all;
+}
+
+// The sizes of a smaller mesh: powers of two that divide the shards, and a node.
+std::vector<std::int64_t> Parts(const Job& job) {
+  std::vector<std::int64_t> parts;
+  for (std::int64_t ranks = 2; ranks < job.shards; ranks *= 2) {
+    if (job.shards % ranks == 0) parts.push_back(ranks);
+  }
+  return parts;
 }
 
 // Reduced within a node in each micro-batch, and between nodes in the last.
@@ -35,20 +42,23 @@ Choice InTwoLevels(const Job& job, Choice choice, std::int64_t inner) {
   return choice;
 }
 
-bool MayReduceInTwoLevels(const Job& job) { return !job.keeps_reduction && !job.of_pytorch; }
+// The smaller mesh of a node's ranks; 0: there is none.
+std::int64_t NodePart(const Job& job) {
+  std::int64_t largest = 0;
+  for (const std::int64_t part : Parts(job)) {
+    if (part <= job.node_ranks) largest = part;
+  }
+  return largest;
+}
+
+// Where the shards are on several nodes.
+bool MayReduceInTwoLevels(const Job& job) {
+  return !job.keeps_reduction && !job.of_pytorch && job.shards > job.node_ranks && NodePart(job) > 1;
+}
 
 std::vector<bool> Policies(const Job& job, const OptimizeOptions& options) {
   if (options.may_change_policy) return {false, true};
   return {job.strategy.policy == "fsdp1"};
-}
-
-// The sizes of a smaller mesh: powers of two that divide the shards, and a node.
-std::vector<std::int64_t> Parts(const Job& job) {
-  std::vector<std::int64_t> parts;
-  for (std::int64_t ranks = 2; ranks < job.shards; ranks *= 2) {
-    if (job.shards % ranks == 0) parts.push_back(ranks);
-  }
-  return parts;
 }
 
 Choice Titan(const Job& job) {
@@ -202,10 +212,10 @@ void AddAccumulationMoves(const Job& job, const Choice& from, std::vector<Choice
 }
 
 void AddReductionMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
+  if (from.fsdp1 || !MayReduceInTwoLevels(job)) return;
   const std::vector<std::int64_t> parts = Parts(job);
-  if (from.fsdp1 || !MayReduceInTwoLevels(job) || parts.empty()) return;
   if (from.inner == 0) {
-    moves.push_back(InTwoLevels(job, from, std::min(kNode, parts.back())));
+    moves.push_back(InTwoLevels(job, from, NodePart(job)));
     return;
   }
   moves.push_back(from);
@@ -344,9 +354,9 @@ std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options) {
         works.push_back(choice);
         choice.kept = kAll;
         works.push_back(choice);
-        if (const std::vector<std::int64_t> parts = Parts(job); !parts.empty()) {
+        if (const std::int64_t part = NodePart(job); part > 0) {
           choice.kept = Titan(job).kept;
-          choice.part = std::min(kNode, parts.back());
+          choice.part = part;
           works.push_back(choice);
         }
       }
@@ -372,12 +382,11 @@ std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options) {
 }
 
 std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid) {
-  const std::vector<std::int64_t> parts = Parts(job);
-  if (!MayReduceInTwoLevels(job) || parts.empty()) return {};
+  if (!MayReduceInTwoLevels(job)) return {};
   std::vector<Choice> choices;
   for (const Choice& choice : grid) {
     if (choice.fsdp1 || choice.recomputed > 0) continue;
-    Choice next = InTwoLevels(job, choice, std::min(kNode, parts.back()));
+    Choice next = InTwoLevels(job, choice, NodePart(job));
     if (std::ranges::find(choices, next) == choices.end()) choices.push_back(std::move(next));
   }
   return choices;

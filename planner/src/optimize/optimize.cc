@@ -81,6 +81,7 @@ class OptimizeRun {
   static optimize::Job JobOf(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                              const OptimizeOptions& options) {
     optimize::Job job = optimize::MakeJob(trace, strategy, cluster.ranks);
+    job.node_ranks = cluster.ranks_per_node;
     if (options.of_pytorch) job.strategy.pytorch = PlannedPyTorch(strategy, trace);
     job.of_pytorch = options.of_pytorch;
     job.keeps_units = options.fixed.contains("units");
@@ -383,8 +384,8 @@ class OptimizeRun {
 }  // namespace
 
 const std::set<std::string>& FixableDecisions() {
-  static const std::set<std::string> names = {"accumulation", "checkpoint", "layout",
-                                              "prefetch",     "reshard",    "units"};
+  static const std::set<std::string> names = {"accumulation", "checkpoint", "layout", "prefetch",
+                                              "reduction",    "reshard",    "units"};
   return names;
 }
 

@@ -128,6 +128,10 @@ CASES = [
         mixed_precision=BF16,
         program=accumulation("set_requires_all_reduce"),
     ),
+    # Over two ranks first, then over the two pairs: another order of the sum.
+    case("two_levels", ranks=4, fsdp2={"inner_reduce_ranks": 2}, tolerance=1e-4),
+    case("two_levels_bf16", ranks=4, fsdp2={"inner_reduce_ranks": 2}, mixed_precision=BF16, clip=0.05, tolerance=1e-2),
+    case("two_levels_each", ranks=4, fsdp2={"inner_reduce_ranks": 2}, program=[[*micro(0), *micro(1), *END]], tolerance=1e-4),
     case("accumulate_without_communication", program=accumulation()),
     case("accumulate_without_communication_bf16", mixed_precision=BF16, program=accumulation()),
     case("accumulate_with_communication", program=[[*micro(0), *micro(1), *END]]),

@@ -33,6 +33,7 @@ class Job:
     mesh: tuple[tuple[str, int], ...] = (("shard", 2),)
     flags: tuple[str, ...] = ()
     checkpoint: dict | None = None  # what stays as it is given
+    levels: int = 0  # gradients are reduced over so many ranks in each micro-batch, and over the others in the last
     # Gradients of micro-batches are summed before the ranks' sum and not behind it: other roundings.
     tolerance: float = 0.0
 
@@ -46,6 +47,21 @@ class Job:
             "mesh": [{"name": name, "size": size} for name, size in self.mesh],
             "program": [[*program, *END]],
         }
+
+    def given(self) -> dict:
+        """What binds the search, by the names of --fix, is in it."""
+        strategy = self.usual()
+        if self.checkpoint:
+            strategy["checkpoint"] = self.checkpoint
+        if self.levels:
+            strategy["fsdp2"] = {"inner_reduce_ranks": self.levels}
+            ((*passes, step, zero),) = strategy["program"]
+            first, last = ({"call": "module", "method": "set_requires_all_reduce", "module": "", "value": value} for value in (False, True))
+            strategy["program"] = [[first, *passes[:-2], last, *passes[-2:], step, zero]]
+        return strategy
+
+    def fixed(self) -> list[str]:
+        return [*(["checkpoint"] if self.checkpoint else []), *(["reduction", "accumulation"] if self.levels else [])]
 
     def case(self, strategy: dict) -> Case:
         ranks = 1
@@ -62,6 +78,7 @@ JOBS = [
     Job("gpt_recomputes_blocks", "gpt", checkpoint={"modules": ["blocks.*"]}),
     Job("gpt_keeps_products", "gpt", checkpoint={"modules": ["blocks.0", "blocks.1.attention", "blocks.2.attention"], "save": [{"name": "aten.addmm", "recompute_every": 2}]}),
     Job("mlp_accumulates", "mlp", microbatches=3, tolerance=1e-4),
+    Job("mlp_accumulates_in_two_levels", "mlp", microbatches=3, mesh=(("shard", 4),), levels=2, tolerance=1e-4),
 ]
 
 
@@ -111,9 +128,8 @@ def main(folder_name: str) -> None:
         trace_path, given, made = (folder / f"{job.name}.{what}.json" for what in ("trace", "given", "made"))
         with open(trace_path, "w", encoding="utf-8") as file:
             document.write(trace(case), file)
-        kept = {"checkpoint": job.checkpoint} if job.checkpoint else {}
-        given.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", **job.usual(), **kept}))
-        flags = (*job.flags, *(("--fix", "checkpoint") if job.checkpoint else ()))
+        given.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", **job.given()}))
+        flags = (*job.flags, *(("--fix", *job.fixed()) if job.fixed() else ()))
         command = [pathlib.Path(os.environ["SHARDPLAN_BUILD"], "bin", "shardplan"), "optimize", trace_path, "--cluster", cluster(folder, case.ranks),
                    "--strategy", given, "--policy", "fsdp2", "--memory-budget", job.budget, "-o", folder / f"{job.name}.plan.json",
                    "--write-strategy", made, "--time-limit", "2min", "-q", *flags]

@@ -38,7 +38,7 @@ struct OptimizeOptions {
   // nothing out. Of a strategy of fsdp2.
   bool of_pytorch = false;
   // The parts of the strategy that stay as they are: "units", "reshard", "layout", "prefetch", "checkpoint",
-  // "accumulation".
+  // "accumulation", "reduction".
   std::set<std::string> fixed;
   // Plan and simulate every setting of the grid, those that cannot win, too, to report the best of them as a
   // baseline.

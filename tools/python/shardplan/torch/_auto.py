@@ -54,7 +54,7 @@ def _search_arguments(policy: Policy, budget: int | str | None, allow: Sequence[
             raise ValueError('shardplan: a budget is for policy="optimize"; FSDP2 has the schedule that it has')
         return []
     given = "device" if budget is None else f"{budget}B" if isinstance(budget, int) else budget
-    arguments = ["--memory-budget", given, "--time-limit", f"{max(int(search_seconds * 1000), 1)}ms", "--fix", "layout", "accumulation"]
+    arguments = ["--memory-budget", given, "--time-limit", f"{max(int(search_seconds * 1000), 1)}ms", "--fix", "layout", "accumulation", "reduction"]
     for decision in allow:
         check_choice("a decision to allow", decision, Decision)
     return [*arguments, *(["--allow", *allow] if allow else [])]
