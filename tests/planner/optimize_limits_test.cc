@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Wherever the search ends, and whatever the budget is: no setting of the grid is faster than the answer, and
 // the answer is the same on any number of threads.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "optimize/evaluator.h"
 #include "optimize/moves.h"
 #include "shardplan/planner/optimize.h"
+#include "shardplan/simulator/device_fit.h"
 #include "tests/planner/parts_cases.h"
 
 namespace shardplan {
@@ -80,6 +83,74 @@ TEST(OptimizeLimits, NoSettingOfTheGridIsFasterWhereverTheSearchEnds) {
     }
   }
   EXPECT_GT(compared, 0);
+}
+
+// A strategy of FSDP1's, set by hand, that verifies and fits.
+void ExpectNoFsdp1SettingIsFaster(const PartsCase& c, const Strategy& job, Bytes budget, Nanoseconds step_ns,
+                                  int& compared) {
+  using enum Fsdp1Sharding;
+  const bool hybrid = job.mesh.size() > 1;
+  const auto shardings =
+      hybrid ? std::vector{kHybridShard, kHybridShardZero2} : std::vector{kFullShard, kShardGradOp};
+  for (const Fsdp1Sharding sharding : shardings) {
+    for (int knobs = 0; knobs < 6; ++knobs) {
+      Strategy strategy = job;
+      strategy.fsdp1.sharding = sharding;
+      strategy.fsdp1.use_orig_params = true;
+      strategy.fsdp1.forward_prefetch = knobs % 2 == 1;
+      strategy.fsdp1.backward_prefetch = static_cast<Fsdp1BackwardPrefetch>(knobs / 2);
+      const Result<PlannerOutput> planned = MakePlan(c.trace, strategy, c.cluster);
+      ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+      const FitOptions options{.budget_bytes = budget, .releases = false};
+      const Result<DeviceFit> fit = FitDevice(planned->plan, options);
+      if (!planned->faults.empty() || !fit || !fit->Fits(false)) continue;
+      const Result<optimize::Evaluation> measured = optimize::Measure(planned->plan, options);
+      ASSERT_TRUE(measured.has_value());
+      ++compared;
+      EXPECT_LE(step_ns, measured->step_ns) << static_cast<int>(sharding) << ", knobs " << knobs;
+    }
+  }
+}
+
+TEST(OptimizeLimits, NoSettingIsFasterWithFsdp1ReplicasAndExpandableSegments) {
+  const auto [first, last] = SeedsUpTo(1);
+  int compared = 0, by_hand = 0;
+  for (std::uint32_t seed = first; seed <= last; ++seed) {
+    PartsCase c = RandomPartsCase(seed, 3);
+    c.cluster.ranks_per_node = 2;
+    for (const std::string policy : {"fsdp1", "fsdp2"}) {
+      for (const bool hybrid : {false, true}) {
+        for (const bool expandable : {false, true}) {
+          SCOPED_TRACE(fmt::format("SHARDPLAN_SEED={} {}{}{}", seed, policy, hybrid ? " hybrid" : "",
+                                   expandable ? " expandable" : ""));
+          Strategy strategy = JobOf(seed);
+          strategy.policy = policy;
+          if (hybrid) strategy.mesh = {{"replicate", 2}, {"shard", 2}};
+          if (expandable) strategy.alloc_conf = "expandable_segments:True";
+          OptimizeOptions options = Options(kLoose, 0, 1);
+          options.may_change_policy = false;
+          const Result<OptimizeOutput> loose = Optimize(c.trace, strategy, c.cluster, options);
+          ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
+          const Bytes budget{loose->report.peak_reserved_bytes.value * 4 / 5};
+          options.budget = budget;
+          const auto of_grid = BestOfGrid(c, strategy, options);
+          options.plan_limit = 20;
+          const Result<OptimizeOutput> output = Optimize(c.trace, strategy, c.cluster, options);
+          EXPECT_EQ(output.has_value() || !of_grid, true) << "a setting fits";
+          if (!output) continue;
+          EXPECT_LE(output->report.peak_reserved_bytes, budget);
+          if (of_grid) {
+            ++compared;
+            EXPECT_LE(output->report.step_ns, *of_grid);
+          }
+          if (policy == "fsdp1")
+            ExpectNoFsdp1SettingIsFaster(c, strategy, budget, output->report.step_ns, by_hand);
+        }
+      }
+    }
+  }
+  EXPECT_GT(compared, 3);
+  EXPECT_GT(by_hand, 3);
 }
 
 TEST(OptimizeLimits, ThePlanIsTheSameOnAnyNumberOfThreadsWhereverTheLimitEndsTheSearch) {

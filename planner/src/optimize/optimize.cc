@@ -10,11 +10,13 @@
 
 #include "optimize/evaluator.h"
 #include "optimize/moves.h"
+#include "optimize/outlook.h"
 #include "optimize/prices.h"
 #include "optimize/search.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/pytorch_version.h"
+#include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/memory_profile.h"
@@ -70,6 +72,28 @@ class OptimizeRun {
     AddCurve();
     Finish();
     return std::move(output_);
+  }
+
+  Result<optimize::Outlook> Look() {
+    std::vector<Choice> choices = optimize::Frugal(job_, options_);
+    for (const optimize::NamedChoice& usual : optimize::Baselines(job_, options_))
+      choices.push_back(usual.choice);
+    const std::vector<Evaluation> evaluations = evaluator_.Evaluate(choices, true);
+    const auto made = std::ranges::find(evaluations, true, &Evaluation::planned);
+    if (made == evaluations.end()) return std::unexpected(WhyNothing());
+    optimize::Outlook outlook{.step_ns = kLongestStep, .budget = LargestBudget()};
+    for (const Evaluation& e : evaluations) {
+      if (e.planned && !e.over) outlook.step_ns = std::min(outlook.step_ns, e.step_ns);
+    }
+    const Strategy strategy =
+        optimize::StrategyOf(job_, choices[static_cast<std::size_t>(made - evaluations.begin())]);
+    const Result<PlannerOutput> planned = MakePlan(trace_, strategy, cluster_, {.verify = false});
+    // Plans with shards in host memory are outside of the class, and the search may choose one.
+    if (!planned || options_.may_offload || !CheckPlanClass(planned->plan)) return outlook;
+    outlook.layouts = LayoutsOf(planned->plan);
+    if (Result<StepWork> work = StepWork::Make(trace_, planned->plan, Recomputes(planned->plan)); work)
+      outlook.work = std::move(*work);
+    return outlook;
   }
 
  private:
@@ -222,6 +246,12 @@ class OptimizeRun {
     return cluster_.device.memory_bytes - cluster_.device.context_bytes - nccl;
   }
 
+  // Of the units of plans that the search may choose.
+  std::vector<LayoutKind> LayoutsOf(const Plan& plan) const {
+    if (options_.may_change_policy) return {LayoutKind::kPerParameter, LayoutKind::kFlat};
+    return {plan.policy == "fsdp1" ? LayoutKind::kFlat : LayoutKind::kPerParameter};
+  }
+
   // A plan that is outside of the class has a bound of its own work only, which proves nothing of others.
   void AddBound() {
     const Plan& plan = output_.plan;
@@ -241,15 +271,11 @@ class OptimizeRun {
                             .recomputation = recomputation,
                             .budget_bytes = LargestBudget(),
                             .cuts = optimize::ChooseCuts(*work)};
-    for (const LayoutKind layout : {LayoutKind::kPerParameter, LayoutKind::kFlat}) {
-      const bool fsdp1 = layout == LayoutKind::kFlat;
-      if (!options_.may_change_policy && fsdp1 != (plan.policy == "fsdp1")) continue;
-      certificate.layouts.push_back(layout);
-      certificate.branches.push_back(optimize::FindPrices(
-          *work, certificate.cuts, layout, certificate.budget_bytes, evaluator_.known().at(choice_).step_ns));
-    }
-    const auto least = std::ranges::min_element(certificate.branches, {}, &CertificateBranch::lower_bound_ns);
-    certificate.lower_bound_ns = least->lower_bound_ns;
+    certificate.layouts = LayoutsOf(plan);
+    certificate.branches =
+        optimize::FindBranches(*work, certificate.cuts, certificate.layouts, certificate.budget_bytes,
+                               evaluator_.known().at(choice_).step_ns);
+    certificate.lower_bound_ns = optimize::LeastOf(certificate.branches);
     output_.certificate = std::move(certificate);
   }
 
@@ -382,6 +408,27 @@ class OptimizeRun {
 };
 
 }  // namespace
+
+namespace optimize {
+
+Result<Outlook> LookAt(const Trace& trace, const Strategy& job, const Cluster& cluster,
+                       const OptimizeOptions& options) {
+  return OptimizeRun(trace, job, cluster, options).Look();
+}
+
+std::vector<CertificateBranch> FindBranches(const StepWork& work, const std::vector<std::int64_t>& cuts,
+                                            const std::vector<LayoutKind>& layouts, Bytes budget,
+                                            Nanoseconds aim) {
+  std::vector<CertificateBranch> branches;
+  for (const LayoutKind layout : layouts) branches.push_back(FindPrices(work, cuts, layout, budget, aim));
+  return branches;
+}
+
+Nanoseconds LeastOf(const std::vector<CertificateBranch>& branches) {
+  return std::ranges::min_element(branches, {}, &CertificateBranch::lower_bound_ns)->lower_bound_ns;
+}
+
+}  // namespace optimize
 
 const std::set<std::string>& FixableDecisions() {
   static const std::set<std::string> names = {"accumulation", "checkpoint", "layout", "prefetch",

@@ -86,6 +86,21 @@ inline constexpr auto kFields<CurvePoint> =
               Required("step_ns", &CurvePoint::step_ns, "One steady step."));
 
 template <>
+inline constexpr Definition kDefinition<VariantReport> = {
+    .says = "A mesh and a micro-batch that the job may have, and what became of it."};
+template <>
+inline constexpr auto kFields<VariantReport> = FieldList(
+    Required("trace", &VariantReport::trace, "Path of its trace."),
+    Required("mesh", &VariantReport::mesh, "\"replicate=2,shard=4\", outermost first."),
+    Optional("microbatch_size", &VariantReport::microbatch_size,
+             "Samples of a rank's micro-batch; 0: not decided."),
+    Optional("microbatches", &VariantReport::microbatches, "Micro-batches of a step; 0: not decided."),
+    Required("outcome", &VariantReport::outcome, "Whether it was chosen, or why not."),
+    Optional("step_ns", &VariantReport::step_ns, "Of its best plan; 0: none was found."),
+    Optional("lower_bound_ns", &VariantReport::lower_bound_ns, "Of its plans of the class; 0: not known."),
+    Optional("says", &VariantReport::says, "The same in words."));
+
+template <>
 inline constexpr bool kIsBlock<Optimization> = true;
 template <>
 inline constexpr Definition kDefinition<Optimization> = {"optimization", "optimization",
@@ -112,6 +127,9 @@ inline constexpr auto kFields<Optimization> = FieldList(
     Required("decisions", &Optimization::decisions, "By class of decisions.").Lines(),
     Required("baselines", &Optimization::baselines, "Of the same job.").Lines(),
     Required("curve", &Optimization::curve, "Time against memory, ascending bytes.").Lines(),
+    Optional("variants", &Optimization::variants, "Meshes and micro-batches that the job may have.").Lines(),
+    Optional("variants_lower_bound_ns", &Optimization::variants_lower_bound_ns,
+             "Of every plan of the class, whatever the variant; 0: not known of one."),
     Optional("notes", &Optimization::notes, "What was assumed.").Lines());
 
 }  // namespace shardplan

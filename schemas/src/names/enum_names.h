@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "shardplan/schemas/instruction_set.h"
+#include "shardplan/schemas/optimization.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
@@ -61,6 +62,9 @@ SHARDPLAN_ENUM_NAMES(PyTorchFault, "fsdp1_offloaded_gradient_replaced", "fsdp1_r
                      "fsdp1_gradients_grow", "fsdp2_no_unshard_in_backward", "fsdp2_prefetched_by_other_root",
                      "fsdp2_divided_twice", "fsdp2_hook_input_freed", "fsdp2_group_not_unsharded",
                      "fsdp2_gradients_grow", "fsdp2_partial_sum_left");
+
+SHARDPLAN_ENUM_NAMES(VariantOutcome, "chosen", "slower", "does_not_fit", "cannot_fit", "cannot_win",
+                     "refused", "not_tried");
 
 #undef SHARDPLAN_ENUM_NAMES
 

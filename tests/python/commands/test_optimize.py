@@ -114,6 +114,52 @@ def test_without_a_plan_in_the_budget_it_says_what_is_missing(shardplan, tmp_pat
         assert words in result.stderr
 
 
+def test_the_mesh_is_decided_where_that_is_allowed(shardplan, tmp_path):
+    files = {name: tmp_path / f"{name}.json" for name in ("plan", "report", "certificate", "strategy")}
+    result = shardplan("optimize", *JOB, "--memory-budget", "device", "--allow", "mesh,policy", "-o", files["plan"], "--report", files["report"],
+                       "--certificate", files["certificate"], "--write-strategy", files["strategy"])
+    assert result.returncode == 0, result.stderr
+    assert "meshes and micro-batches" in result.stdout and "mesh replicate=4,shard=2" in result.stderr
+    report = load(files["report"])
+    assert {variant["mesh"] for variant in report["variants"]} == {"shard=8", "replicate=2,shard=4", "replicate=4,shard=2"}
+    chosen, = (variant for variant in report["variants"] if variant["outcome"] == "chosen")
+    assert chosen["step_ns"] == report["step_ns"] and chosen["mesh"] == ",".join(f"{dim['name']}={dim['size']}" for dim in load(files["strategy"])["mesh"])
+    assert report["variants_lower_bound_ns"] == min(variant["lower_bound_ns"] for variant in report["variants"])
+    assert shardplan("certify", files["plan"], files["certificate"], "--trace", TRACE).returncode == 0
+    for variant in report["variants"]:
+        mesh = variant["mesh"].split(",")
+        alone = shardplan("optimize", *JOB, "--memory-budget", "device", "--allow", "policy", "--mesh", *mesh, "-o", files["plan"], "--report", files["report"], "-q")
+        assert alone.returncode == 0, alone.stderr
+        assert report["step_ns"] <= load(files["report"])["step_ns"]
+    refused = shardplan("optimize", *JOB, "--memory-budget", "device", "--allow", "mesh", "--mesh", "shard=8", "-o", files["plan"], "-q")
+    assert refused.returncode == 2 and "the mesh is given" in refused.stderr
+
+
+def test_the_microbatch_of_a_global_batch_is_decided(shardplan, tmp_path):
+    half = load(TRACE)
+    half["tokens_per_batch"] //= 2
+    half["inputs"][0]["shape"][0] //= 2
+    for event in [event for passes in ("forwards", "backwards") for one in half[passes] for event in one["events"]]:
+        if event[0] == "operator" and isinstance(event[-1], dict) and "duration_ns" in event[-1]:
+            event[-1]["duration_ns"] = event[-1]["duration_ns"] * 6 // 10
+    other, report = tmp_path / "half.json", tmp_path / "report.json"
+    other.write_text(json.dumps(half))
+    job = [other, *JOB, "--memory-budget", "device", "-o", tmp_path / "plan.json", "--report", report, "-q"]
+    result = shardplan("optimize", *job, "--global-batch", 8 * 8192)
+    assert result.returncode == 0, result.stderr
+    variants = load(report)["variants"]
+    assert [(variant["trace"], variant["microbatch_size"], variant["microbatches"]) for variant in variants] == [(str(other), 4096, 2), (str(TRACE), 8192, 1)]
+    assert sum(variant["outcome"] == "chosen" for variant in variants) == 1
+    for flags, words in ((["--global-batch", 8 * 8192 + 1], "a multiple of 32768: micro-batches of 4096 on 8 ranks"), ([], "--global-batch says how many"),
+                         (["--global-batch", 8 * 8192, "--accumulate", 2], "the training loop is given")):
+        result = shardplan("optimize", *job, *flags)
+        assert result.returncode == 2 and words in result.stderr, result.stderr
+    half["parameters"][0]["shape"][0] *= 2
+    other.write_text(json.dumps(half))
+    result = shardplan("optimize", *job, "--global-batch", 8 * 8192)
+    assert result.returncode == 3 and "half.json" in result.stderr, result.stderr
+
+
 @pytest.mark.parametrize("flags, flag", [
     (["--memory-budget", "much"], "--memory-budget"), (["--memory-budget", "-1GiB"], "--memory-budget"),
     (["--memory-budget", "nan"], "--memory-budget"), (["--memory-budget", "1e400"], "--memory-budget"),

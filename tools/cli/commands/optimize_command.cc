@@ -17,6 +17,7 @@
 #include "flags/plan_flags.h"
 #include "shardplan/planner/fsdp2_settings.h"
 #include "shardplan/planner/optimize.h"
+#include "shardplan/planner/variants.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/simulator/lower_bound.h"
@@ -28,10 +29,12 @@ namespace shardplan::cli {
 namespace {
 
 struct OptimizeArguments {
-  std::string trace, strategy, output = "plan.json", certificate, report, strategy_output;
+  std::vector<std::string> traces;
+  std::string strategy, output = "plan.json", certificate, report, strategy_output;
   std::string budget, time_limit;
   std::int64_t plan_limit = OptimizeOptions().plan_limit;
   std::vector<std::string> allow, fix;
+  std::optional<std::int64_t> global_batch;
   std::string expressible;
   std::int32_t threads = 0;
   ClusterFlags cluster;
@@ -74,6 +77,10 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
   options.whole_grid = arguments.whole_grid;
   options.stop = &interrupted;
   const auto bar = std::make_shared<ProgressBar>(arguments.quiet, "optimize", "plans at most");
+  options.on_variant = [bar, quiet = arguments.quiet](const std::string& variant) {
+    bar->Clear();
+    Progress(quiet, variant);
+  };
   options.on_progress = [bar, quiet = arguments.quiet,
                          most = options.plan_limit](const OptimizeProgress& progress) {
     if (!progress.is_better) return bar->Update(std::min(progress.evaluations, most), most);
@@ -86,6 +93,27 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
     Progress(quiet, fmt::format("best so far: {}, {:.2f} GiB ({} plans)", time, gib, progress.evaluations));
   };
   return options;
+}
+
+std::string VariantsText(const Optimization& r) {
+  std::string text = "meshes and micro-batches\n";
+  for (const VariantReport& variant : r.variants) {
+    const double step = static_cast<double>(variant.step_ns.value) / 1e6;
+    const double bound = static_cast<double>(variant.lower_bound_ns.value) / 1e6;
+    std::string figures = variant.step_ns.value > 0 ? fmt::format("{:.3f} ms", step) : "";
+    if (variant.lower_bound_ns.value > 0)
+      figures += fmt::format("{}bound {:.3f} ms", figures.empty() ? "" : ", ", bound);
+    const std::string why = variant.outcome == VariantOutcome::kChosen ? "chosen" : variant.says;
+    text += fmt::format("  {:<54}{}{}{}\n", VariantText(variant), why, figures.empty() ? "" : ": ", figures);
+    if (variant.outcome == VariantOutcome::kChosen && variant.microbatches > 0)
+      text += fmt::format("    of {}\n", variant.trace);
+  }
+  if (r.variants_lower_bound_ns.value > 0)
+    text += fmt::format("  no plan of the class is faster than {:.3f} ms, whatever the variant\n",
+                        static_cast<double>(r.variants_lower_bound_ns.value) / 1e6);
+  else
+    text += "  the lower bound is about the chosen variant: one of the others has none\n";
+  return text;
 }
 
 std::string Text(const OptimizeOutput& output) {
@@ -118,6 +146,7 @@ std::string Text(const OptimizeOutput& output) {
     text += fmt::format("  {:<42}{:12.3f} ms {:8.2f} GiB{}\n", baseline.name, ms(baseline.step_ns),
                         gib(baseline.peak_reserved_bytes), note);
   }
+  if (!r.variants.empty()) text += "\n" + VariantsText(r);
   for (const std::string& note : r.notes) text += note + "\n";
   return text;
 }
@@ -153,35 +182,50 @@ Status CheckExpressible(const OptimizeArguments& arguments, const Strategy& stra
   return BadFlag("--expressible fsdp2", left.pointer + ": " + left.what, "settings that FSDP2 has");
 }
 
+Result<std::vector<JobVariant>> VariantsOf(const OptimizeArguments& arguments,
+                                           const std::vector<Trace>& traces, const Strategy& strategy,
+                                           const Cluster& cluster) {
+  std::vector<NamedTrace> named;
+  for (std::size_t t = 0; t < traces.size(); ++t) named.push_back({arguments.traces[t], &traces[t]});
+  const bool meshes = std::ranges::find(arguments.allow, "mesh") != arguments.allow.end();
+  return MakeVariants(named, strategy, cluster, {.meshes = meshes, .global_batch = arguments.global_batch});
+}
+
 Status RunOptimize(const OptimizeArguments& arguments) {
   const std::vector<OutputFile> outputs = {{"-o", arguments.output},
                                            {"--certificate", arguments.certificate},
                                            {"--report", arguments.report},
                                            {"--write-strategy", arguments.strategy_output}};
   const bool prints = !HasStandardOutput(outputs);
-  if (Status s =
-          CheckOutputs({arguments.trace, arguments.strategy, arguments.cluster.cluster}, outputs, prints);
-      !s)
-    return s;
-  Result<Trace> trace = ReadTrace(arguments.trace);
-  if (!trace) return std::unexpected(trace.error());
+  std::vector<std::string> inputs = {arguments.strategy, arguments.cluster.cluster};
+  inputs.insert(inputs.end(), arguments.traces.begin(), arguments.traces.end());
+  if (Status s = CheckOutputs(inputs, outputs, prints); !s) return s;
+  std::vector<Trace> traces;
+  for (const std::string& path : arguments.traces) {
+    Result<Trace> trace = ReadTrace(path);
+    if (!trace) return std::unexpected(trace.error());
+    traces.push_back(std::move(*trace));
+  }
   const Result<GivenStrategy> given = StrategyOf(arguments.strategy, arguments.flags);
   if (!given) return std::unexpected(given.error());
   if (given->library)
     return BadFlag("--policy-library", arguments.flags.own_policy.library, "a policy that is built in");
   const Strategy* strategy = &given->strategy;
-  if (Status s = CheckExpressible(arguments, *strategy, *trace); !s) return s;
+  if (Status s = CheckExpressible(arguments, *strategy, traces.front()); !s) return s;
   Result<ChosenCluster> chosen = ChooseClusterOrDefault(arguments.cluster, *strategy, arguments.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));
   if (!chosen->note.empty()) Progress(arguments.quiet, chosen->note);
   Result<OptimizeOptions> options = OptionsOf(arguments, chosen->cluster);
   if (!options) return std::unexpected(options.error());
+  const Result<std::vector<JobVariant>> variants = VariantsOf(arguments, traces, *strategy, chosen->cluster);
+  if (!variants) return std::unexpected(variants.error());
   for (const int signal : {SIGINT, SIGTERM}) (void)std::signal(signal, Interrupt);
-  Result<OptimizeOutput> output = Optimize(*trace, *strategy, chosen->cluster, *options);
-  options->on_progress = nullptr;  // and its bar
+  Result<OptimizeOutput> output = OptimizeVariants(*variants, chosen->cluster, *options);
+  options->on_progress = nullptr;  // and their bar
+  options->on_variant = nullptr;
   if (!output) {
     if (output.error().file.empty() && output.error().code == ErrorCode::kBadInput)
-      output.error().file = arguments.strategy.empty() ? arguments.trace : arguments.strategy;
+      output.error().file = arguments.strategy.empty() ? arguments.traces.front() : arguments.strategy;
     return std::unexpected(std::move(output.error()));
   }
   if (Status s = WriteAll(arguments, *output); !s) return s;
@@ -224,7 +268,11 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
       "Exit code: 1 when no plan that was found is within the budget; the message has the least that is "
       "needed.");
   auto options = std::make_shared<OptimizeArguments>();
-  command->add_option("TRACE", options->trace, "trace.json, as `shardplan trace` writes it")->required();
+  command
+      ->add_option("TRACE", options->traces,
+                   "trace.json, as `shardplan trace` writes it; with --global-batch one for each micro-batch "
+                   "that a rank may have")
+      ->required();
   AddClusterFlags(*command, options->cluster,
                   "A cluster file, the name of a shipped one, or a device (h100)");
   AddFile(*command, "--strategy", options->strategy,
@@ -245,9 +293,15 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
       ->add_option("--allow", options->allow,
                    "What the plan may do besides: policy (be of another policy than the strategy's), "
                    "checkpoint (recompute activations), offload (shards in host memory), cache-release "
-                   "(requests release the allocator's cache, and synchronise)")
+                   "(requests release the allocator's cache, and synchronise), mesh (replicas of shards on "
+                   "fewer ranks)")
       ->delimiter(',')
-      ->check(CLI::IsMember({"policy", "checkpoint", "offload", "cache-release"}));
+      ->check(CLI::IsMember({"policy", "checkpoint", "offload", "cache-release", "mesh"}));
+  command
+      ->add_option("--global-batch", options->global_batch,
+                   "Samples of a step over all ranks: which trace's micro-batch, and how many of them, is "
+                   "decided")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40));
   command
       ->add_option(
           "--expressible", options->expressible,

@@ -51,6 +51,7 @@ struct OptimizeOptions {
   std::int32_t threads = 1;
   const std::atomic<bool>* stop = nullptr;  // true: give the best so far
   std::function<void(const OptimizeProgress&)> on_progress;
+  std::function<void(const std::string&)> on_variant;  // the search of one begins (variants.h)
 };
 
 // The values of OptimizeOptions::fixed.

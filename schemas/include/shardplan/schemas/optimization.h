@@ -76,6 +76,29 @@ struct CurvePoint {
   bool operator==(const CurvePoint&) const = default;
 };
 
+// What became of a mesh and a micro-batch that the job may have.
+enum class VariantOutcome : std::uint8_t {
+  kChosen,
+  kSlower,      // searched; its best plan is no faster
+  kDoesNotFit,  // searched; no plan that was found fits the budget
+  kCannotFit,   // passed over: it is proven that no plan of the class fits
+  kCannotWin,   // passed over: it is proven that no plan of the class is faster
+  kRefused,     // the planner makes no plan of it
+  kNotTried,    // the search ended before
+};
+
+struct VariantReport {
+  std::string trace;                 // its path
+  std::string mesh;                  // "replicate=2,shard=4", outermost first
+  std::int64_t microbatch_size = 0;  // samples of a rank's micro-batch; 0: not decided
+  std::int64_t microbatches = 0;     // of a step; 0: not decided
+  VariantOutcome outcome = VariantOutcome::kNotTried;
+  Nanoseconds step_ns;         // of its best plan; 0: none was found
+  Nanoseconds lower_bound_ns;  // of its plans of the class; 0: not known
+  std::string says;            // why it was not chosen; "": it was
+  bool operator==(const VariantReport&) const = default;
+};
+
 struct Optimization {
   std::string model;
   std::string policy;
@@ -96,6 +119,9 @@ struct Optimization {
   std::vector<DecisionReport> decisions;
   std::vector<BaselineReport> baselines;
   std::vector<CurvePoint> curve;  // ascending bytes
+  // Of the meshes and micro-batches that were tried, in their order. Everything else is about the chosen one.
+  std::vector<VariantReport> variants;
+  Nanoseconds variants_lower_bound_ns;  // of plans of the class of all variants; 0: not known of one
   std::vector<std::string> notes;
   bool operator==(const Optimization&) const = default;
 };
