@@ -2,8 +2,13 @@
 // Random jobs on random clusters, in whose steps kernels, links, host and memory all take their turn.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 
+#include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/lower_bound.h"
 #include "tests/planner/random_cases.h"
 
 namespace shardplan::testing {
@@ -70,6 +75,44 @@ inline BoundCase RandomBoundCase(std::uint32_t seed) {
   random_case.strategy.cpu_offload = false;
   return {std::move(random_case.trace), std::move(random_case.strategy),
           RandomCluster(random, random_case.ranks)};
+}
+
+inline Nanoseconds StepOf(const Plan& plan) {
+  const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
+  const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
+  EXPECT_TRUE(program.has_value());
+  if (!program) return {};
+  const Result<EngineResult> run =
+      RunStep(*program, static_cast<std::int32_t>(plan.steps.size()) - 1, nullptr);
+  EXPECT_TRUE(run.has_value());
+  return run ? run->end_ns : Nanoseconds{};
+}
+
+inline bool Recomputes(const Plan& plan) {
+  return std::ranges::any_of(plan.segments,
+                             [](const Segment& s) { return s.phase == SegmentPhase::kRecompute; });
+}
+
+// Allowed prices of any kind: the checker's inequality is all that may keep a bound from being wrong.
+inline CertificateBranch RandomPrices(Random& random, const WindowedWork& work, const Cluster& cluster) {
+  CertificateBranch branch;
+  for (std::size_t w = 0; w <= work.cuts().size(); ++w) {
+    std::vector<std::int64_t> shares(cluster.links.size(), 0);
+    std::int64_t left = kPriceScale;
+    for (std::int64_t& share : shares) {
+      share = random.Below(static_cast<int>(left) + 1);
+      left -= share;
+    }
+    branch.windows.push_back(HighestPrices(cluster, random.Below(kPriceScale + 1), shares));
+  }
+  const int free = random.Below(100);  // percent of the cuts
+  for (std::size_t c = 0; c < work.cuts().size(); ++c) {
+    // From nothing to a thousand times what a gather is worth.
+    const std::int64_t price =
+        (work.BytePriceOfGather() >> random.Below(6)) * (random.Below(64) << random.Below(5));
+    branch.bytes.push_back(random.Chance(free) ? 0 : std::min(price, kHighestBytePrice));
+  }
+  return branch;
 }
 
 }  // namespace shardplan::testing

@@ -8,8 +8,6 @@
 #include "optimize/prices.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/verifier.h"
-#include "shardplan/simulator/cost_model.h"
-#include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/pooled_memory.h"
 #include "tests/planner/bound_cases.h"
@@ -20,41 +18,9 @@ namespace {
 using testing::BoundCase;
 using testing::Random;
 using testing::RandomBoundCase;
-
-Nanoseconds StepOf(const Plan& plan) {
-  const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
-  const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
-  EXPECT_TRUE(program.has_value());
-  if (!program) return {};
-  const Result<EngineResult> run =
-      RunStep(*program, static_cast<std::int32_t>(plan.steps.size()) - 1, nullptr);
-  EXPECT_TRUE(run.has_value());
-  return run ? run->end_ns : Nanoseconds{};
-}
-
-bool Recomputes(const Plan& plan) {
-  return std::ranges::any_of(plan.segments,
-                             [](const Segment& s) { return s.phase == SegmentPhase::kRecompute; });
-}
-
-// Allowed prices of any kind: the checker's inequality is all that may keep a bound from being wrong.
-CertificateBranch RandomPrices(Random& random, const WindowedWork& work, const Cluster& cluster) {
-  CertificateBranch branch;
-  for (std::size_t w = 0; w <= work.cuts().size(); ++w) {
-    std::vector<std::int64_t> shares(cluster.links.size(), 0);
-    std::int64_t left = kPriceScale;
-    for (std::int64_t& share : shares) {
-      share = random.Below(static_cast<int>(left) + 1);
-      left -= share;
-    }
-    branch.windows.push_back(HighestPrices(cluster, random.Below(kPriceScale + 1), shares));
-  }
-  for (std::size_t c = 0; c < work.cuts().size(); ++c) {
-    const std::int64_t price = work.BytePriceOfGather() / 16 * random.Below(64);
-    branch.bytes.push_back(random.Chance(50) ? 0 : std::min(price, kHighestBytePrice));
-  }
-  return branch;
-}
+using testing::RandomPrices;
+using testing::Recomputes;
+using testing::StepOf;
 
 class BoundOfRandomPlans : public ::testing::Test {
  protected:

@@ -198,6 +198,7 @@ std::vector<std::int64_t> ChooseCuts(const StepWork& work) {
   for (const std::int64_t begin : work.pass_begins()) {
     if (begin > 0) cuts.insert(2 * begin);
   }
+  for (const std::int64_t peak : work.PeakOperators()) cuts.insert(2 * peak + 1);
   std::int64_t whole_ns = 0;
   for (const std::int64_t duration : work.durations_ns()) whole_ns += duration;
   const std::int64_t stretch_ns =

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "shardplan/schemas/alive_buffers.h"
@@ -147,6 +148,31 @@ Status CheckWaitingGradients(const Plan& plan) {
   return {};
 }
 
+// [Note: reduced gradients apart]
+// Memory of a stream is never another's, so pools that are full at different times add up. Gradients of the
+// layout per_parameter are reduced into pools that hold nothing else. When the optimizer steps, these hold
+// the shards of all gradients.
+Status CheckPools(const Plan& plan) {
+  using Pool = std::pair<StreamId, CommunicatorId>;
+  std::set<Pool> reduced, others = {{0, -1}};  // the model's own activations
+  for (const PlanStep& step : plan.steps) {
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        if (i.kind != InstructionKind::kAllocate) continue;
+        const Buffer& buffer = plan.buffers[i.dst];
+        const bool is_reduced = buffer.role == BufferRole::kReduceScatterOutput ||
+                                buffer.role == BufferRole::kPartialReduceOutput ||
+                                IsInnerReduced(buffer.role) || buffer.role == BufferRole::kGradSharded;
+        if (is_reduced && plan.units[buffer.unit].layout != LayoutKind::kPerParameter) continue;
+        (is_reduced ? reduced : others).insert({buffer.pool < 0 ? i.stream : -1, buffer.pool});
+      }
+    }
+  }
+  if (std::ranges::any_of(reduced, [&](const Pool& pool) { return others.contains(pool); }))
+    return NotOfClass("gradients are reduced into memory of a stream that holds something else, too");
+  return {};
+}
+
 // Of parameters that nobody updates a part may stay gathered from step to step: then the first gather is no
 // gather from all ranks.
 Status CheckEnd(const Plan& plan) {
@@ -233,6 +259,7 @@ Status CheckPlanClass(const Plan& plan) {
   if (Status job = CheckJob(plan); !job) return job;
   if (Status step = CheckStep(plan); !step) return step;
   if (Status waiting = CheckWaitingGradients(plan); !waiting) return waiting;
+  if (Status pools = CheckPools(plan); !pools) return pools;
   if (Status end = CheckEnd(plan); !end) return end;
   for (const Remark& remark : Remarks(plan)) {
     if (remark.kind != RemarkKind::kGatherForNothing) return NotOfClass(remark.message);

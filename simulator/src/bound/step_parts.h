@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "bound/recomputed_stretches.h"
 #include "shardplan/simulator/lower_bound.h"
 
 namespace shardplan {
@@ -45,18 +46,14 @@ struct StepWork::Parts {
     std::int64_t size_bytes = 0;
     std::int64_t first = -1, last = -1;  // operators that use it
   };
-  // What an operator makes in a forward and the backward uses: while plans may recompute, it is kept until
-  // then or the operator runs again.
-  struct Kept {
-    std::int64_t size_bytes = 0;
-    std::int64_t from = -1, to = -1;  // operators: its last use of that pass, and the first behind it
-  };
-  struct Remake {
-    std::int64_t made_by = -1;  // operator
-    std::int64_t duration_ns = 0;
-    std::vector<Kept> kept;
-  };
-
+  // Of all gradients, what a rank has of them when the optimizer steps.
+  std::int64_t GradientShards() const {
+    std::int64_t bytes = 0;
+    for (const Parameter& p : parameters) {
+      if (!p.grads.empty()) bytes += p.numel / shards * std::min(p.stored, p.reduced);
+    }
+    return bytes;
+  }
   // StepWork::PassBehind.
   std::int64_t PassBehind(std::int64_t op) const {
     const auto behind = std::ranges::upper_bound(pass_begins, op);
@@ -68,7 +65,11 @@ struct StepWork::Parts {
   std::vector<std::int64_t> pass_begins;
   std::vector<Parameter> parameters;
   std::vector<Storage> storages;
-  std::vector<Remake> remakes;
+  // While plans may recompute:
+  std::vector<internal::RecomputedStretch> stretches;
+  std::vector<std::int64_t>
+      used_later_bytes;  // by operator: what it uses of earlier passes, and no stretch says
+  std::vector<std::int64_t> peak_operators;  // StepWork::PeakOperators
   std::int64_t shards = 1;
   Line gather, reduce, all_reduce;
   std::vector<SubMesh> sub_meshes;

@@ -2,6 +2,7 @@
 // What every plan of the class does in a step: read off the trace.
 #include <algorithm>
 #include <set>
+#include <span>
 #include <utility>
 
 #include "bound/cost_lines.h"
@@ -32,6 +33,7 @@ class StepWorkBuilder {
     }
     AddParameters();
     if (Status walked = WalkProgram(); !walked) return std::unexpected(walked.error());
+    SetStretches();
     SetLines();
     SetOptimizer();
     SetLeastMemory();
@@ -86,6 +88,7 @@ class StepWorkBuilder {
 
   void WalkPass(const Pass& pass) {
     work_.pass_begins.push_back(operators());
+    first_storages_.push_back(work_.storages.size());
     own_.clear();
     for (const TraceEvent& event : pass.events) {
       if (const auto* allocate = std::get_if<AllocateEvent>(&event)) {
@@ -108,7 +111,8 @@ class StepWorkBuilder {
 
   void AddOperator(const OperatorEvent& op) {
     const std::int64_t index = operators();
-    work_.durations_ns.push_back(costs_->Operator(op).value);
+    const std::int64_t op_ns = costs_->Operator(op).value;
+    work_.durations_ns.push_back(op_ns);
     for (const ParameterId parameter : op.parameters) Mark(work_.parameters[parameter].reads, index);
     std::set<StorageId> used(op.reads.begin(), op.reads.end());
     used.insert(op.writes.begin(), op.writes.end());
@@ -123,33 +127,50 @@ class StepWorkBuilder {
       if (earlier && (recomputation_ || microbatch_ < 0)) {
         if (microbatch_ < 0) continue;
         remade_bytes += storage.size_bytes;
-        KeepOrRemake(found->second, index);
+        later_uses_.push_back({found->second, index});
         continue;
       }
       if (storage.first < 0) storage.first = index;
       storage.last = index;
     }
-    for (const StorageId id : op.writes) {
-      const auto found = index_of_.find({id, microbatch_});
-      if (found == index_of_.end() || !own_.contains(id)) continue;
-      const auto [made, first] = made_by_.try_emplace(found->second, index);
-      // To make it anew all of its writers run again: the longest of them counts.
-      if (!first && work_.durations_ns[made->second] < work_.durations_ns[index]) made->second = index;
-    }
     remade_bytes_.push_back(remade_bytes);
+    if (recomputation_) uses_.push_back({op_ns, OwnOf(op.reads), OwnOf(op.writes)});
   }
 
-  // The first use of what an earlier pass made.
-  void KeepOrRemake(std::size_t storage, std::int64_t user) {
-    const auto made = made_by_.find(storage);
-    if (made == made_by_.end()) return;
-    const StepWork::Parts::Kept kept{work_.storages[storage].size_bytes, work_.storages[storage].last, user};
-    const std::int64_t maker = made->second;
-    made_by_.erase(made);
-    const auto [entry, added] = remake_of_.try_emplace(maker, work_.remakes.size());
-    if (added)
-      work_.remakes.push_back({.made_by = maker, .duration_ns = work_.durations_ns[maker], .kept = {}});
-    work_.remakes[entry->second].kept.push_back(kept);
+  // What the pass makes itself, counted in it.
+  std::vector<std::int32_t> OwnOf(std::span<const StorageId> ids) const {
+    std::vector<std::int32_t> own;
+    for (const StorageId id : ids) {
+      const auto found = index_of_.find({id, microbatch_});
+      if (found != index_of_.end() && own_.contains(id))
+        own.push_back(static_cast<std::int32_t>(found->second - first_storages_.back()));
+    }
+    return own;
+  }
+
+  void SetStretches() {
+    if (!recomputation_) return;
+    std::vector<internal::PassTensor> all;
+    for (const StepWork::Parts::Storage& storage : work_.storages)
+      all.push_back({.bytes = storage.size_bytes, .last_use = storage.last});
+    for (const auto& [storage, index] : later_uses_) {
+      if (all[storage].first_later_use < 0) all[storage].first_later_use = index;
+      all[storage].last_later_use = index;
+    }
+    internal::StretchMaker stretches;
+    for (std::size_t p = 0; p < first_storages_.size(); ++p) {
+      const bool last = p + 1 == first_storages_.size();
+      const std::int64_t begin = work_.pass_begins[p], end = last ? operators() : work_.pass_begins[p + 1];
+      const auto from = all.begin() + static_cast<std::ptrdiff_t>(first_storages_[p]);
+      const auto to = last ? all.end() : all.begin() + static_cast<std::ptrdiff_t>(first_storages_[p + 1]);
+      std::vector<internal::PassTensor> tensors(from, to);
+      stretches.Add(begin, {uses_.begin() + begin, uses_.begin() + end}, tensors, work_.stretches);
+      std::ranges::copy(tensors, from);
+    }
+    work_.used_later_bytes.assign(work_.durations_ns.size(), 0);
+    for (const auto& [storage, index] : later_uses_) {
+      if (index >= all[storage].chosen_until) work_.used_later_bytes[index] += all[storage].bytes;
+    }
   }
 
   void SetLines() {
@@ -235,10 +256,19 @@ class StepWorkBuilder {
       if (!parameter.grads.empty())
         change[parameter.grads.front() + 1] += parameter.WaitingBytes(work_.shards);
     }
-    std::int64_t kept = work_.static_bytes.value;
+    std::int64_t kept = work_.static_bytes.value, most = 0;
+    auto pass = work_.pass_begins.begin();
     for (std::size_t i = 0; i < needed.size(); ++i) {
       kept += change[i];
       work_.least_memory.value = std::max(work_.least_memory.value, kept + needed[i]);
+      if (pass != work_.pass_begins.end() && std::cmp_equal(*pass, i)) {
+        ++pass;
+        work_.peak_operators.push_back(static_cast<std::int64_t>(i));
+        most = kept + needed[i];
+      } else if (!work_.peak_operators.empty() && kept + needed[i] > most) {
+        work_.peak_operators.back() = static_cast<std::int64_t>(i);
+        most = kept + needed[i];
+      }
     }
   }
 
@@ -250,8 +280,10 @@ class StepWorkBuilder {
   std::int32_t microbatch_ = 0;  // -1: of several
   std::set<StorageId> own_;      // storages that the pass allocates
   std::map<StorageKey, std::size_t> index_of_;
-  std::map<std::size_t, std::int64_t> made_by_;    // storages that no later pass has used yet: the operator
-  std::map<std::int64_t, std::size_t> remake_of_;  // by operator: index into Parts::remakes
+  std::vector<std::size_t> first_storages_;  // by pass
+  std::vector<std::pair<std::size_t, std::int64_t>>
+      later_uses_;                            // a storage, and an operator of a later pass
+  std::vector<internal::PassOperator> uses_;  // by operator
   std::vector<std::int64_t>
       remade_bytes_;  // by operator: what it uses of earlier passes, if that is made anew
 };
@@ -260,6 +292,7 @@ std::int64_t StepWork::operators() const { return std::ssize(parts_->durations_n
 const std::vector<std::int64_t>& StepWork::durations_ns() const { return parts_->durations_ns; }
 const std::vector<std::int64_t>& StepWork::pass_begins() const { return parts_->pass_begins; }
 const Cluster& StepWork::cluster() const { return parts_->cluster; }
+std::vector<std::int64_t> StepWork::PeakOperators() const { return parts_->peak_operators; }
 Bytes StepWork::LeastMemory() const { return parts_->least_memory; }
 Nanoseconds StepWork::HostBound() const { return parts_->host_ns; }
 

@@ -33,8 +33,8 @@ WindowedWork::WindowedWork(const StepWork& work, std::vector<std::int64_t> cuts,
                            Bytes budget)
     : work_(*work.parts_), cuts_(std::move(cuts)) {
   AddWindows();
-  AddCuts(budget);
-  AddRemakes();
+  AddCuts(layout, budget);
+  AddStretches();
   AddParameters(layout);
 }
 
@@ -54,28 +54,41 @@ std::int64_t WindowedWork::BytePriceOfGather() const {
   return std::max<std::int64_t>(per_byte * (kBytePriceScale / kSlopeScale), 1);
 }
 
-// What is used before a cut and after it, whatever the plan.
-void WindowedWork::AddCuts(Bytes budget) {
-  room_bytes_.assign(cuts_.size(), budget.value - work_.static_bytes.value);
+// Bytes that are there from the start of operator `first` to the end of operator `last`.
+void WindowedWork::UseRoom(std::int64_t bytes, std::int64_t first, std::int64_t last) {
+  const std::int64_t end = CutsUpTo(2 * last + 2);
+  for (std::int64_t cut = CutsUpTo(2 * first); cut < end; ++cut) room_bytes_[cut] -= bytes;
+}
+
+// [Note: shards and what two levels leave]
+// The pool of reduced gradients holds all shards when the optimizer steps. In earlier micro-batches it may
+// hold what the first of two levels leaves instead, so its peak is not the sum of the two. Where that may be,
+// shards count from the first part of their gradient on, as the least that waits in any case.
+bool WindowedWork::ShardsCountAlways(LayoutKind layout) const {
+  const auto accumulates = [](const StepWork::Parts::Parameter& p) { return p.grads.size() > 1; };
+  return layout == LayoutKind::kPerParameter &&
+         (work_.two_levels.empty() || std::ranges::none_of(work_.parameters, accumulates));
+}
+
+// What is there at a cut, whatever the plan.
+void WindowedWork::AddCuts(LayoutKind layout, Bytes budget) {
+  const std::int64_t apart = ShardsCountAlways(layout) ? work_.GradientShards() : 0;
+  room_bytes_.assign(cuts_.size(), budget.value - work_.static_bytes.value - apart);
   for (const StepWork::Parts::Storage& storage : work_.storages) {
-    if (storage.first < 0) continue;
-    const std::int64_t end = CutsUpTo(2 * storage.last + 1);
-    for (std::int64_t cut = CutsUpTo(2 * storage.first + 1); cut < end; ++cut)
-      room_bytes_[cut] -= storage.size_bytes;
+    if (storage.first >= 0) UseRoom(storage.size_bytes, storage.first, storage.last);
+  }
+  for (std::int64_t op = 0; op < std::ssize(work_.used_later_bytes); ++op) {
+    if (const std::int64_t bytes = work_.used_later_bytes[op]; bytes > 0) UseRoom(bytes, op, op);
   }
 }
 
-void WindowedWork::AddRemakes() {
-  for (const StepWork::Parts::Remake& of_work : work_.remakes) {
-    if (of_work.duration_ns <= 0) continue;
-    Remake remake{.duration_ns = of_work.duration_ns, .first = CutsUpTo(2 * of_work.made_by + 1), .kept = {}};
-    for (const StepWork::Parts::Kept& kept : of_work.kept) {
-      const KeptOver over{kept.size_bytes, CutsUpTo(2 * kept.from + 1), CutsUpTo(2 * kept.to + 1)};
-      if (over.from >= over.to) continue;
-      remake.kept.push_back(over);
-      remake.last = std::max(remake.last, over.to);
-    }
-    if (!remake.kept.empty()) remakes_.push_back(std::move(remake));
+void WindowedWork::AddStretches() {
+  for (const internal::RecomputedStretch& of_work : work_.stretches) {
+    const Stretch stretch{.choices = of_work.choices.get(),
+                          .from = CutsUpTo(2 * of_work.from + 2),
+                          .to = CutsUpTo(2 * of_work.to),
+                          .last = CutsUpTo(2 * of_work.until + 1)};
+    if (stretch.from < stretch.to) stretches_.push_back(stretch);
   }
 }
 
@@ -88,26 +101,24 @@ void WindowedWork::AddParameters(LayoutKind layout) {
     if (p.numel == 0) continue;
     const std::int64_t bytes = p.numel * p.gathered;
     for (std::size_t r = 0; r < p.reads.size(); ++r) {
-      const std::int64_t start = 2 * p.reads[r] + 1;
+      UseRoom(bytes, p.reads[r], p.reads[r]);
+      const std::int64_t before = CutsUpTo(2 * p.reads[r]);
       if (r == 0) {
-        first_gathers_[{CutsUpTo(start - 1), CutsUpTo(start)}] += bytes;
-      } else if (const Gap gap{CutsUpTo(2 * p.reads[r - 1] + 1), CutsUpTo(start), CutsUpTo(start - 1)};
-                 std::get<0>(gap) < std::get<1>(gap)) {
+        first_gathers_[before] += bytes;
+      } else if (const Gap gap{CutsUpTo(2 * p.reads[r - 1] + 2), before}; gap.first < gap.second) {
         gaps_[gap] += bytes;
       }
     }
-    const std::int64_t waiting_bytes = p.WaitingBytes(work_.shards);
-    if (!p.grads.empty()) {
-      for (auto cut = static_cast<std::size_t>(CutsUpTo(2 * p.grads.front() + 1)); cut < cuts_.size(); ++cut)
-        room_bytes_[cut] -= waiting_bytes;
-    }
+    const std::int64_t waiting_bytes = ShardsCountAlways(layout) ? 0 : p.WaitingBytes(work_.shards);
+    if (!p.grads.empty() && waiting_bytes > 0)
+      UseRoom(waiting_bytes, p.grads.front(), std::ssize(work_.durations_ns));
     casts_gradients_ = casts_gradients_ || p.gathered != p.reduced || !flat;
     for (std::size_t g = 0; g < p.grads.size(); ++g) {
       const std::int64_t end = 2 * p.grads[g] + 2;
       const bool again = g + 1 < p.grads.size();
-      const std::int64_t next = again ? CutsUpTo(2 * p.grads[g + 1] + 1) : -1;
+      const std::int64_t next = again ? CutsUpTo(2 * p.grads[g + 1]) : -1;
       const std::int64_t later = std::min(next, CutsUpTo(2 * work_.PassBehind(p.grads[g])));
-      Reduced& reduced = reductions_[{CutsUpTo(end), CutsUpTo(end - 1), next, later}];
+      Reduced& reduced = reductions_[{CutsUpTo(end), CutsUpTo(end - 2), next, later}];
       reduced.numel += p.numel;
       reduced.gradient_bytes += p.numel * std::min(p.gathered, p.reduced);
       reduced.unsharded_bytes += p.numel * std::min(p.gathered, p.reduced) - waiting_bytes;
@@ -207,7 +218,7 @@ class WindowedWork::Sum {
       sum -= of_.room_bytes_[c] * (before_[c + 1] - before_[c]) * kByteFactor;
       if (use_ != nullptr) use_->bytes[c] -= of_.room_bytes_[c];
     }
-    for (const Remake& remake : of_.remakes_) sum += KeepOrRemake(remake);
+    for (const Stretch& stretch : of_.stretches_) sum += KeepOrRunAgain(stretch);
     for (const auto& [gap, bytes] : of_.gaps_) sum += Between(gap, bytes);
     for (const auto& [reduction, what] : of_.reductions_) {
       if (reduction.next >= 0) sum += ReduceOrKeep(reduction, what);
@@ -335,16 +346,16 @@ class WindowedWork::Sum {
 
   Int128 FirstGathers() {
     struct Item {
-      std::int64_t over, cuts, bytes;
+      std::int64_t over, bytes;
     };
     std::vector<Item> items;
-    for (const auto& [key, bytes] : of_.first_gathers_) items.push_back({key.first, key.second, bytes});
+    for (const auto& [over, bytes] : of_.first_gathers_) items.push_back({over, bytes});
     if (items.empty()) return 0;
     const std::int64_t last = items.back().over;
     const auto cost_of = [&](std::size_t i, std::int64_t w) {
       const Item& item = items[i];
       return gather_[w] * item.bytes + kernels_.Least(0, w) * CopiedIn(item.bytes) +
-             kernels_.Least(w, last) * CopiedOut(item.bytes) + Kept(item.bytes, w, item.cuts);
+             kernels_.Least(w, last) * CopiedOut(item.bytes) + Kept(item.bytes, w, item.over);
     };
     const std::vector<Bucket> least =
         CheapestBuckets(items.size(), BeginPrices(of_.work_.gather), cost_of,
@@ -356,7 +367,7 @@ class WindowedWork::Sum {
         UseLinks(of_.work_.gather, 0, items[i].bytes, w);
         UseKernels(CopiedIn(items[i].bytes), 0, w);
         UseKernels(CopiedOut(items[i].bytes), w, last);
-        UseBytes(items[i].bytes, w, items[i].cuts);
+        UseBytes(items[i].bytes, w, items[i].over);
       }
     }
     return least.back().cost;
@@ -409,7 +420,7 @@ class WindowedWork::Sum {
 
   // Kept whole, gathered again, or kept in part and gathered again from fewer ranks.
   Int128 Between(const Gap& gap, std::int64_t bytes) {
-    const auto& [from, to, last] = gap;
+    const auto& [from, to] = gap;
     constexpr std::int64_t kWhole = -1;
     Int128 least = Kept(bytes, from, to);
     if (least == 0) {
@@ -419,9 +430,9 @@ class WindowedWork::Sum {
     std::int64_t window = kWhole;
     std::size_t part = parts_.size();  // of all ranks
     const auto consider = [&](const Prices& line, Int128 kept, std::int64_t copied_in, std::size_t by) {
-      for (std::int64_t w = from; w <= last; ++w) {
+      for (std::int64_t w = from; w <= to; ++w) {
         const Int128 cost = kept + line[w] * bytes + kernels_.Least(from, w) * CopiedIn(copied_in) +
-                            kernels_.Least(w, last) * CopiedOut(bytes) + Kept(bytes, std::max(w, from), to);
+                            kernels_.Least(w, to) * CopiedOut(bytes) + Kept(bytes, std::max(w, from), to);
         if (cost < least) std::tie(least, window, part) = std::tuple(cost, w, by);
       }
     };
@@ -435,21 +446,26 @@ class WindowedWork::Sum {
     if (!of_all) UseBytes(bytes / of_.work_.sub_meshes[part].ranks, from, to);
     UseLinks(of_all ? of_.work_.gather : of_.work_.sub_meshes[part].gather, 0, bytes, window);
     UseKernels(CopiedIn(of_all ? bytes : 0), from, window);
-    UseKernels(CopiedOut(bytes), window, last);
+    UseKernels(CopiedOut(bytes), window, to);
     return least;
   }
 
-  // What an operator made is kept, all of it, or the operator runs again.
-  Int128 KeepOrRemake(const Remake& remake) {
-    Int128 keep = 0;
-    for (const KeptOver& kept : remake.kept) keep += Kept(kept.bytes, kept.from, kept.to);
-    const Int128 again = kernels_.Least(remake.first, remake.last) * remake.duration_ns * kSlopeScale;
-    if (again < keep) {
-      UseKernels(Int128{remake.duration_ns} * kSlopeScale, remake.first, remake.last);
-      return again;
+  // At each cut that charges for bytes some of the stretch is kept, and the rest is made again behind it.
+  // With the price of a nanosecond divided among the cuts as these prices are, each has the same cheapest
+  // choice.
+  Int128 KeepOrRunAgain(const Stretch& stretch) {
+    const Int128 again = kernels_.Least(stretch.from + 1, stretch.last) * kSlopeScale;
+    const internal::RecomputationChoice* cheapest = nullptr;
+    Int128 least = 0;
+    for (const internal::RecomputationChoice& choice : *stretch.choices) {
+      const Int128 cost = again * choice.again_ns + Kept(choice.kept_bytes, stretch.from, stretch.to);
+      if (cheapest != nullptr && cost >= least) continue;
+      cheapest = &choice;
+      least = cost;
     }
-    for (const KeptOver& kept : remake.kept) UseBytes(kept.bytes, kept.from, kept.to);
-    return keep;
+    UseKernels(Int128{cheapest->again_ns} * kSlopeScale, stretch.from + 1, stretch.last);
+    UseBytes(cheapest->kept_bytes, stretch.from, stretch.to);
+    return least;
   }
 
   // Added to the next gradient of the parameter; reduced before; or reduced over the inner ranks of two

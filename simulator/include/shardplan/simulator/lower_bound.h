@@ -5,7 +5,8 @@
 // [Note: positions]
 // The operators of the step are counted in the order in which every plan of the class runs them on its
 // compute stream, all micro-batches one after the other. Position 2 i + 1 is where operator i starts, 2 i + 2
-// where it ends. A cut is a position; cuts divide the step into windows.
+// where it ends. A cut is a position; cuts divide the step into windows. Both positions of an operator are
+// taken just inside of it: what it reads and what it writes is there.
 //
 //   operator     |  0  |  1  |  2  |  3  |
 //   position     1    2,3   4,5   6,7    8
@@ -31,6 +32,10 @@
 #include "shardplan/schemas/trace.h"
 
 namespace shardplan {
+
+namespace internal {
+struct RecomputationChoice;  // bound/recomputation_choices.h
+}
 
 // The name of the plan class (docs/reference/optimize.md).
 inline constexpr std::string_view kPlanClass = "fully_sharded/2";
@@ -60,6 +65,8 @@ class StepWork {
   const std::vector<std::int64_t>& pass_begins() const;
   // The first operator of the first pass behind that of `op`; operators() where there is none.
   std::int64_t PassBehind(std::int64_t op) const;
+  // By pass: the operator while which most is there whatever the plan.
+  std::vector<std::int64_t> PeakOperators() const;
   // Positions before which parameters are gathered first, or behind which gradients are reduced last, and the
   // bytes of these parameters.
   std::map<std::int64_t, std::int64_t> Deadlines() const;
@@ -108,9 +115,9 @@ class WindowedWork {
 
  private:
   class Sum;
-  // A parameter that is read twice, and what may be between: cuts [from, to) and the last window in which it
-  // can be gathered again.
-  using Gap = std::tuple<std::int64_t, std::int64_t, std::int64_t>;
+  // A parameter that is read twice, and what is between: cuts [from, to). It can be gathered again in windows
+  // [from, to].
+  using Gap = std::pair<std::int64_t, std::int64_t>;
   struct Reduction {
     std::int64_t window = 0;  // the first in which it can run
     std::int64_t cut = 0;     // the first at which the gradient is there
@@ -120,36 +127,34 @@ class WindowedWork {
   };
 
   std::int64_t CutsUpTo(std::int64_t position) const;
+  bool ShardsCountAlways(LayoutKind layout) const;
+  void UseRoom(std::int64_t bytes, std::int64_t first, std::int64_t last);
   void AddWindows();
-  void AddCuts(Bytes budget);
-  void AddRemakes();
+  void AddCuts(LayoutKind layout, Bytes budget);
+  void AddStretches();
   void AddParameters(LayoutKind layout);
   void SetCopiedPerShard(bool flat);
 
   const StepWork::Parts& work_;
   std::vector<std::int64_t> cuts_;
-  std::vector<std::int64_t> kernels_ns_;  // by window
-  std::vector<std::int64_t> room_bytes_;  // by cut: the budget less what is there in any case
-  std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> first_gathers_;  // last window, cuts: bytes
-  std::map<Gap, std::int64_t> gaps_;                                             // bytes gathered
+  std::vector<std::int64_t> kernels_ns_;                // by window
+  std::vector<std::int64_t> room_bytes_;                // by cut: the budget less what is there in any case
+  std::map<std::int64_t, std::int64_t> first_gathers_;  // by last window: bytes
+  std::map<Gap, std::int64_t> gaps_;                    // bytes gathered
   struct Reduced {
     std::int64_t numel = 0;
     std::int64_t gradient_bytes = 0;
-    std::int64_t unsharded_bytes = 0;  // over what waits in any case; in the pass that makes it
+    std::int64_t unsharded_bytes = 0;  // that wait, over what does in any case; in the pass that makes it
     std::int64_t kept_bytes = 0;       // ... in later ones
     std::int64_t reduced_bytes = 0;
   };
   std::map<Reduction, Reduced> reductions_;
-  struct KeptOver {
-    std::int64_t bytes = 0;
+  struct Stretch {
+    const std::vector<internal::RecomputationChoice>* choices = nullptr;
     std::int64_t from = 0, to = 0;  // cuts [from, to)
+    std::int64_t last = 0;          // window in which anything of it runs again
   };
-  struct Remake {
-    std::int64_t duration_ns = 0;
-    std::int64_t first = 0, last = 0;  // windows in which the operator can run again
-    std::vector<KeptOver> kept;
-  };
-  std::vector<Remake> remakes_;
+  std::vector<Stretch> stretches_;
   std::int64_t last_window_ = -1;         // the last gradient's reduction begins no earlier; -1: none
   std::int64_t copied_per_gathered_ = 0;  // bytes that a kernel moves for each byte gathered
   std::int64_t copied_per_shard_ = 0;     // ... for each byte of the shard that is gathered
