@@ -105,12 +105,20 @@ inline CertificateBranch RandomPrices(Random& random, const WindowedWork& work, 
     }
     branch.windows.push_back(HighestPrices(cluster, random.Below(kPriceScale + 1), shares));
   }
+  const std::size_t cuts = work.cuts().size();
+  branch.bytes.assign(cuts, 0);
+  if (cuts > 0 && random.Chance(40)) {
+    // Bytes of one cut alone: at high prices what is there in any case decides.
+    branch.bytes[static_cast<std::size_t>(random.Below(static_cast<int>(cuts)))] = std::int64_t{1}
+                                                                                   << random.Below(51);
+    return branch;
+  }
   const int free = random.Below(100);  // percent of the cuts
-  for (std::size_t c = 0; c < work.cuts().size(); ++c) {
+  for (std::int64_t& bytes : branch.bytes) {
     // From nothing to a thousand times what a gather is worth.
     const std::int64_t price =
         (work.BytePriceOfGather() >> random.Below(6)) * (random.Below(64) << random.Below(5));
-    branch.bytes.push_back(random.Chance(free) ? 0 : std::min(price, kHighestBytePrice));
+    bytes = random.Chance(free) ? 0 : std::min(price, kHighestBytePrice);
   }
   return branch;
 }

@@ -296,6 +296,7 @@ Strategy RandomRecomputation(Random& random, const Trace& trace) {
   }
   if (!rule.modules.empty()) strategy.checkpoint = rule;
   strategy.mixed_precision = MixedPrecision{.param_dtype = DType::kBFloat16, .reduce_dtype = DType::kFloat32};
+  strategy.fsdp2.backward_prefetch = random.Below(3) - 1;
   if (random.Chance(30)) strategy.reshard_after_forward = random.Chance(50);
   const int microbatches = random.Chance(25) ? 2 : 1;
   strategy.program = {testing::MicrobatchStep(microbatches)};
@@ -310,6 +311,35 @@ void LeaveTheModelAlone(Cluster& cluster) {
   cluster.compute_rate_while_communicating_ppm = cluster.communication_rate_while_computing_ppm = 1'000'000;
   for (Link& link : cluster.links) link = {link.name, {}, 1'000'000'000'000'000};
   cluster.collectives.clear();
+}
+
+// In a budget that the plan just fits.
+void CheckBound(Random& random, const Trace& trace, const Plan& plan, bool recomputation) {
+  SCOPED_TRACE(::testing::Message() << "recomputation " << recomputation);
+  const Result<StepWork> work = StepWork::Make(trace, plan, recomputation);
+  ASSERT_TRUE(work.has_value()) << ToString(work.error());
+  const Bytes pooled = PoolMemory(plan).pooled_bytes;
+  const Nanoseconds step = testing::StepOf(plan);
+  EXPECT_LE(work->LeastMemory(), pooled);
+  std::vector<std::int64_t> cuts;
+  const int percent = 1 + random.Below(30);
+  for (std::int64_t position = 1; position <= 2 * work->operators(); ++position) {
+    if (random.Chance(percent)) cuts.push_back(position);
+  }
+  const WindowedWork windowed(*work, cuts, LayoutKind::kPerParameter, pooled);
+  const WindowPrices of_kernels{kPriceScale, std::vector<std::int64_t>(plan.cluster.links.size(), 0)};
+  for (int i = 0; i < 200; ++i) {
+    CertificateBranch prices = testing::RandomPrices(random, windowed, plan.cluster);
+    // Kernels and bytes alone: what plans that recompute exchange.
+    if (random.Chance(80)) std::ranges::fill(prices.windows, of_kernels);
+    const Result<Nanoseconds> value = windowed.Value(prices.windows, prices.bytes);
+    ASSERT_TRUE(value.has_value()) << ToString(value.error());
+    ASSERT_LE(*value, step) << "prices " << i;
+  }
+  // A wrong bound would rise above the step: the search aims there.
+  const CertificateBranch found =
+      optimize::FindPrices(*work, optimize::ChooseCuts(*work), LayoutKind::kPerParameter, pooled, step * 2);
+  EXPECT_LE(found.lower_bound_ns, step);
 }
 
 TEST(BoundOfRecomputingPlans, IsNeverAboveTheStep) {
@@ -334,35 +364,8 @@ TEST(BoundOfRecomputingPlans, IsNeverAboveTheStep) {
       const Plan& plan = planned->plan;
       ++checked;
       recompute += testing::Recomputes(plan) ? 1 : 0;
-      const Result<StepWork> work = StepWork::Make(trace, plan, true);
-      ASSERT_TRUE(work.has_value()) << ToString(work.error());
-      const Bytes pooled = PoolMemory(plan).pooled_bytes;
-      const Nanoseconds step = testing::StepOf(plan);
-      EXPECT_LE(work->LeastMemory(), pooled);
-      std::vector<std::int64_t> cuts;
-      const int percent = 1 + random.Below(30);
-      for (std::int64_t position = 1; position <= 2 * work->operators(); ++position) {
-        if (random.Chance(percent)) cuts.push_back(position);
-      }
-      const WindowedWork windowed(*work, cuts, LayoutKind::kPerParameter, pooled);
-      for (int i = 0; i < 200; ++i) {
-        // Now and then kernels alone, and the bytes of one cut: what plans that recompute exchange.
-        CertificateBranch prices = testing::RandomPrices(random, windowed, cluster);
-        if (i >= 10 && !cuts.empty()) {
-          const WindowPrices kernels{kPriceScale, std::vector<std::int64_t>(cluster.links.size(), 0)};
-          std::ranges::fill(prices.windows, kernels);
-          std::ranges::fill(prices.bytes, 0);
-          prices.bytes[static_cast<std::size_t>(random.Below(std::ssize(cuts)))] = std::int64_t{1}
-                                                                                   << random.Below(40);
-        }
-        const Result<Nanoseconds> value = windowed.Value(prices.windows, prices.bytes);
-        ASSERT_TRUE(value.has_value()) << ToString(value.error());
-        EXPECT_LE(*value, step) << "plan " << p << ", prices " << i;
-      }
-      // A wrong bound would rise above the step: the search aims there.
-      const CertificateBranch found = optimize::FindPrices(*work, optimize::ChooseCuts(*work),
-                                                           LayoutKind::kPerParameter, pooled, step * 2);
-      EXPECT_LE(found.lower_bound_ns, step) << "plan " << p;
+      CheckBound(random, trace, plan, true);
+      if (!testing::Recomputes(plan)) CheckBound(random, trace, plan, false);
     }
   }
   if (plans < 40) return;

@@ -148,28 +148,54 @@ Status CheckWaitingGradients(const Plan& plan) {
   return {};
 }
 
-// [Note: reduced gradients apart]
-// Memory of a stream is never another's, so pools that are full at different times add up. Gradients of the
-// layout per_parameter are reduced into pools that hold nothing else. When the optimizer steps, these hold
-// the shards of all gradients.
+// [Note: pools apart]
+// Memory of a stream is never another's, so pools that are full at different times add up. Units of the
+// layout per_parameter gather into pools that hold nothing else, copy out of each output once, and reduce
+// gradients into others that hold nothing else.
 Status CheckPools(const Plan& plan) {
+  const auto of_own_layout = [&](const Buffer& buffer) {
+    return buffer.unit >= 0 && plan.units[buffer.unit].layout == LayoutKind::kPerParameter;
+  };
+  std::set<BufferId> outputs, copied;
+  for (const PlanStep& step : plan.steps) {
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        if (i.kind == InstructionKind::kAllGather && of_own_layout(plan.buffers[i.dst])) {
+          outputs.insert(i.dst);
+          copied.erase(i.dst);
+        } else if (i.kind == InstructionKind::kCopyOut && outputs.contains(i.src) &&
+                   !copied.insert(i.src).second) {
+          return NotOfClass("the output of a gather is copied out twice");
+        }
+      }
+    }
+  }
   using Pool = std::pair<StreamId, CommunicatorId>;
-  std::set<Pool> reduced, others = {{0, -1}};  // the model's own activations
+  std::set<Pool> gathered, reduced, others = {{0, -1}};  // the model's own activations
   for (const PlanStep& step : plan.steps) {
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) {
         if (i.kind != InstructionKind::kAllocate) continue;
         const Buffer& buffer = plan.buffers[i.dst];
-        const bool is_reduced = buffer.role == BufferRole::kReduceScatterOutput ||
-                                buffer.role == BufferRole::kPartialReduceOutput ||
-                                IsInnerReduced(buffer.role) || buffer.role == BufferRole::kGradSharded;
-        if (is_reduced && plan.units[buffer.unit].layout != LayoutKind::kPerParameter) continue;
-        (is_reduced ? reduced : others).insert({buffer.pool < 0 ? i.stream : -1, buffer.pool});
+        const Pool pool{buffer.pool < 0 ? i.stream : -1, buffer.pool};
+        if (!of_own_layout(buffer)) continue;
+        if (outputs.contains(i.dst)) {
+          gathered.insert(pool);
+        } else if (buffer.role == BufferRole::kReduceScatterOutput ||
+                   buffer.role == BufferRole::kPartialReduceOutput || IsInnerReduced(buffer.role) ||
+                   buffer.role == BufferRole::kGradSharded) {
+          reduced.insert(pool);
+        } else if (buffer.role != BufferRole::kAllGatherInput) {
+          others.insert(pool);
+        }
       }
     }
   }
-  if (std::ranges::any_of(reduced, [&](const Pool& pool) { return others.contains(pool); }))
-    return NotOfClass("gradients are reduced into memory of a stream that holds something else, too");
+  const auto shared = [](const std::set<Pool>& a, const std::set<Pool>& b) {
+    return std::ranges::any_of(a, [&](const Pool& pool) { return b.contains(pool); });
+  };
+  if (shared(gathered, others) || shared(reduced, others) || shared(gathered, reduced))
+    return NotOfClass("a stream's memory holds outputs of gathers or of reductions, and something else, too");
   return {};
 }
 

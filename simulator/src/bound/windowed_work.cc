@@ -109,6 +109,10 @@ void WindowedWork::AddParameters(LayoutKind layout) {
         gaps_[gap] += bytes;
       }
     }
+    if (!flat && !p.reads.empty()) {
+      largest_gathered_ = std::max(largest_gathered_, bytes);
+      first_gathered_ += bytes;
+    }
     const std::int64_t waiting_bytes = ShardsCountAlways(layout) ? 0 : p.WaitingBytes(work_.shards);
     if (!p.grads.empty() && waiting_bytes > 0)
       UseRoom(waiting_bytes, p.grads.front(), std::ssize(work_.durations_ns));
@@ -219,11 +223,10 @@ class WindowedWork::Sum {
       if (use_ != nullptr) use_->bytes[c] -= of_.room_bytes_[c];
     }
     for (const Stretch& stretch : of_.stretches_) sum += KeepOrRunAgain(stretch);
-    for (const auto& [gap, bytes] : of_.gaps_) sum += Between(gap, bytes);
     for (const auto& [reduction, what] : of_.reductions_) {
       if (reduction.next >= 0) sum += ReduceOrKeep(reduction, what);
     }
-    return sum + FirstGathers() + LastReductions() + AllReduceBegin();
+    return sum + Gathers() + LastReductions() + AllReduceBegin();
   }
 
  private:
@@ -344,6 +347,57 @@ class WindowedWork::Sum {
     return least;
   }
 
+  // [Note: outputs of gathers]
+  // From its gather to its copy out a parameter is in the output of the gather. The sum takes the higher of
+  // two bounds. Either each parameter is charged at the cuts between its gather and its reader, as it is in
+  // one of the pools. Or outputs are charged as what they are in the layout per_parameter, a pool of their
+  // own: at all cuts the largest of them. That is no less than the largest parameter, and no less than all
+  // bytes that are gathered first over the number of these gathers.
+  Int128 Gathers() {
+    if (of_.largest_gathered_ == 0) return AllGathers();
+    WindowUse* const use = std::exchange(use_, nullptr);
+    const Int128 waiting = AllGathers();
+    waits_ = false;
+    const Int128 apart = AllGathers() + LargestOutput();
+    waits_ = waiting >= apart;
+    use_ = use;
+    if (use_ == nullptr) return std::max(waiting, apart);
+    const Int128 gathers = AllGathers();
+    return waits_ ? gathers : gathers + LargestOutput();
+  }
+
+  Int128 AllGathers() {
+    Int128 sum = FirstGathers();
+    for (const auto& [gap, bytes] : of_.gaps_) sum += Between(gap, bytes);
+    return sum;
+  }
+
+  // What cuts [from, to) charge for a parameter that is gathered and not yet read.
+  Int128 Waiting(std::int64_t bytes, std::int64_t from, std::int64_t to) const {
+    return waits_ ? Kept(bytes, from, to) : 0;
+  }
+  void UseWaiting(std::int64_t bytes, std::int64_t from, std::int64_t to) {
+    if (waits_) UseBytes(bytes, from, to);
+  }
+
+  // The memory of the largest output, and what more first gathers than are the cheapest cost.
+  Int128 LargestOutput() {
+    const auto cuts = static_cast<std::int64_t>(before_.size()) - 1;
+    const auto output = [&](std::int64_t gathers) {
+      return std::max(of_.largest_gathered_, of_.first_gathered_ / gathers);
+    };
+    std::int64_t best = 0;
+    Int128 least = 0;
+    for (std::int64_t gathers = 1;; ++gathers) {
+      const Int128 more = std::max<Int128>(first_bytes_cost_ + gathers * first_begin_cost_ - first_cost_, 0);
+      const Int128 cost = more + Kept(output(gathers), 0, cuts);
+      if (best == 0 || cost < least) std::tie(best, least) = std::tuple(gathers, cost);
+      if (output(gathers) <= of_.largest_gathered_) break;
+    }
+    UseBytes(output(best), 0, cuts);
+    return least;
+  }
+
   Int128 FirstGathers() {
     struct Item {
       std::int64_t over, bytes;
@@ -355,11 +409,18 @@ class WindowedWork::Sum {
     const auto cost_of = [&](std::size_t i, std::int64_t w) {
       const Item& item = items[i];
       return gather_[w] * item.bytes + kernels_.Least(0, w) * CopiedIn(item.bytes) +
-             kernels_.Least(w, last) * CopiedOut(item.bytes) + Kept(item.bytes, w, item.over);
+             kernels_.Least(w, last) * CopiedOut(item.bytes) + Waiting(item.bytes, w, item.over);
     };
-    const std::vector<Bucket> least =
-        CheapestBuckets(items.size(), BeginPrices(of_.work_.gather), cost_of,
-                        [&](std::size_t i, std::int64_t w) { return w <= items[i].over; });
+    const Prices begins = BeginPrices(of_.work_.gather);
+    first_begin_cost_ = *std::min_element(begins.begin(), begins.begin() + last + 1);
+    first_bytes_cost_ = 0;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      Int128 cheapest = cost_of(i, 0);
+      for (std::int64_t w = 1; w <= items[i].over; ++w) cheapest = std::min(cheapest, cost_of(i, w));
+      first_bytes_cost_ += cheapest;
+    }
+    const std::vector<Bucket> least = CheapestBuckets(
+        items.size(), begins, cost_of, [&](std::size_t i, std::int64_t w) { return w <= items[i].over; });
     for (std::size_t end = items.size(); use_ != nullptr && end > 0; end = least[end].first) {
       const std::int64_t w = least[end].window;
       UseLinks(of_.work_.gather, 1, 0, w);
@@ -367,10 +428,11 @@ class WindowedWork::Sum {
         UseLinks(of_.work_.gather, 0, items[i].bytes, w);
         UseKernels(CopiedIn(items[i].bytes), 0, w);
         UseKernels(CopiedOut(items[i].bytes), w, last);
-        UseBytes(items[i].bytes, w, items[i].over);
+        UseWaiting(items[i].bytes, w, items[i].over);
       }
     }
-    return least.back().cost;
+    first_cost_ = least.back().cost;
+    return first_cost_;
   }
 
   // What else is done for a gradient that is reduced in the window: it is copied before, from the window
@@ -429,10 +491,12 @@ class WindowedWork::Sum {
     }
     std::int64_t window = kWhole;
     std::size_t part = parts_.size();  // of all ranks
+    const Int128 copied_out = kernels_.Least(from, to) * CopiedOut(bytes);
     const auto consider = [&](const Prices& line, Int128 kept, std::int64_t copied_in, std::size_t by) {
+      if (kept + copied_out >= least) return;  // in no window it is cheaper
       for (std::int64_t w = from; w <= to; ++w) {
         const Int128 cost = kept + line[w] * bytes + kernels_.Least(from, w) * CopiedIn(copied_in) +
-                            kernels_.Least(w, to) * CopiedOut(bytes) + Kept(bytes, std::max(w, from), to);
+                            kernels_.Least(w, to) * CopiedOut(bytes) + Waiting(bytes, std::max(w, from), to);
         if (cost < least) std::tie(least, window, part) = std::tuple(cost, w, by);
       }
     };
@@ -440,8 +504,11 @@ class WindowedWork::Sum {
     for (std::size_t p = 0; p < parts_.size(); ++p)
       consider(parts_[p], Kept(bytes / of_.work_.sub_meshes[p].ranks, from, to), 0, p);
     if (use_ == nullptr) return least;
-    UseBytes(bytes, window == kWhole ? from : std::max(window, from), to);
-    if (window == kWhole) return least;
+    if (window == kWhole) {
+      UseBytes(bytes, from, to);
+      return least;
+    }
+    UseWaiting(bytes, std::max(window, from), to);
     const bool of_all = part == parts_.size();
     if (!of_all) UseBytes(bytes / of_.work_.sub_meshes[part].ranks, from, to);
     UseLinks(of_all ? of_.work_.gather : of_.work_.sub_meshes[part].gather, 0, bytes, window);
@@ -521,7 +588,10 @@ class WindowedWork::Sum {
   const WindowedWork& of_;
   const std::vector<WindowPrices>& windows_;
   const std::int64_t last_;  // window
-  WindowUse* const use_;
+  WindowUse* use_;
+  bool waits_ = true;  // [Note: outputs of gathers]
+  // Of the first gathers: all of them, what their bytes cost at the least, and each more.
+  Int128 first_cost_ = 0, first_bytes_cost_ = 0, first_begin_cost_ = 0;
   std::vector<Int128> before_;  // by cut: the prices of those before it
   const PriceTable kernels_;
   const Prices gather_;

@@ -155,6 +155,8 @@ class WindowedWork {
     std::int64_t last = 0;          // window in which anything of it runs again
   };
   std::vector<Stretch> stretches_;
+  // Of outputs of gathers that have a pool of their own; 0: they do not.
+  std::int64_t largest_gathered_ = 0, first_gathered_ = 0;
   std::int64_t last_window_ = -1;         // the last gradient's reduction begins no earlier; -1: none
   std::int64_t copied_per_gathered_ = 0;  // bytes that a kernel moves for each byte gathered
   std::int64_t copied_per_shard_ = 0;     // ... for each byte of the shard that is gathered
