@@ -96,6 +96,11 @@ Status CheckIsDataParallel(const std::vector<NamedTrace>& traces, const Strategy
   return {};
 }
 
+// What the search makes short.
+Nanoseconds Judged(const Optimization& report) {
+  return report.robust ? report.robust->worst_ns : report.step_ns;
+}
+
 class VariantsRun {
  public:
   VariantsRun(const std::vector<JobVariant>& variants, const Cluster& cluster, const OptimizeOptions& options)
@@ -183,8 +188,8 @@ class VariantsRun {
     reports_[v].step_ns = report.step_ns;
     reports_[v].lower_bound_ns = report.lower_bound_ns;
     reports_[v].outcome = VariantOutcome::kSlower;
-    const std::pair order{report.step_ns, v};
-    const bool is_better = !best_ || order < std::pair{best_->report.step_ns, chosen_};
+    const std::pair order{Judged(report), v};
+    const bool is_better = !best_ || order < std::pair{Judged(best_->report), chosen_};
     const std::size_t slower = is_better ? chosen_ : v;
     if (best_) reports_[slower].says = "its fastest plan is slower";
     if (!is_better) return;
@@ -205,7 +210,7 @@ class VariantsRun {
       return true;
     }
     if (!best_) return false;
-    const Nanoseconds best_ns = best_->report.step_ns;
+    const Nanoseconds best_ns = Judged(best_->report);
     // What is aimed at is not quite reached.
     const Nanoseconds aim{best_ns.value + best_ns.value / 50};
     const Nanoseconds bound = BoundOf(outlook, aim);

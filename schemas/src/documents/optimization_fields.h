@@ -101,6 +101,29 @@ inline constexpr auto kFields<VariantReport> = FieldList(
     Optional("says", &VariantReport::says, "The same in words."));
 
 template <>
+inline constexpr Definition kDefinition<CornerReport> = {.says = "Costs at an end of their intervals."};
+template <>
+inline constexpr auto kFields<CornerReport> = FieldList(
+    Required("compute_ppm", &CornerReport::compute_ppm, "Of kernels' times."),
+    Required("links_ppm", &CornerReport::links_ppm, "Of collectives' times."),
+    Required("overlap_ppm", &CornerReport::overlap_ppm, "Of what either loses while the other runs."),
+    Required("step_ns", &CornerReport::step_ns, "Of the plan."),
+    Required("plain_step_ns", &CornerReport::plain_step_ns,
+             "Of the plan that is fastest at the nominal costs."));
+
+template <>
+inline constexpr Definition kDefinition<RobustReport> = {
+    .says = "The plan is the best at the worst of the costs; nominal costs are among them."};
+template <>
+inline constexpr auto kFields<RobustReport> =
+    FieldList(Required("off_ppm", &RobustReport::off_ppm, "How far each cost may be off."),
+              Required("worst_ns", &RobustReport::worst_ns, "The plan's longest step."),
+              Required("plain_step_ns", &RobustReport::plain_step_ns,
+                       "Of the plan that is fastest at the nominal costs."),
+              Required("plain_worst_ns", &RobustReport::plain_worst_ns, "Its longest step."),
+              Required("corners", &RobustReport::corners, "The slowest first.").Lines());
+
+template <>
 inline constexpr bool kIsBlock<Optimization> = true;
 template <>
 inline constexpr Definition kDefinition<Optimization> = {"optimization", "optimization",
@@ -127,6 +150,7 @@ inline constexpr auto kFields<Optimization> = FieldList(
     Required("decisions", &Optimization::decisions, "By class of decisions.").Lines(),
     Required("baselines", &Optimization::baselines, "Of the same job.").Lines(),
     Required("curve", &Optimization::curve, "Time against memory, ascending bytes.").Lines(),
+    Optional("robust", &Optimization::robust, "Asked for: not the fastest, but the best at the worst."),
     Optional("variants", &Optimization::variants, "Meshes and micro-batches that the job may have.").Lines(),
     Optional("variants_lower_bound_ns", &Optimization::variants_lower_bound_ns,
              "Of every plan of the class, whatever the variant; 0: not known of one."),

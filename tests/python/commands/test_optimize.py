@@ -114,6 +114,22 @@ def test_without_a_plan_in_the_budget_it_says_what_is_missing(shardplan, tmp_pat
         assert words in result.stderr
 
 
+def test_the_robust_plan_is_no_worse_than_the_fastest_at_the_worst_of_the_costs(shardplan, tmp_path):
+    plan, report = tmp_path / "plan.json", tmp_path / "report.json"
+    result = shardplan("optimize", *JOB, "--memory-budget", "device", "--robust", "20%", "-o", plan, "--report", report)
+    assert result.returncode == 0, result.stderr
+    assert "costs up to 20 % off" in result.stdout and "compute +20 %, links -20 %, overlap +20 %" in result.stdout
+    made = load(report)
+    robust = made["robust"]
+    assert robust["off_ppm"] == 200_000 and len(robust["corners"]) == 8
+    assert robust["worst_ns"] == max(made["step_ns"], *(corner["step_ns"] for corner in robust["corners"])) <= robust["plain_worst_ns"]
+    assert robust["plain_step_ns"] <= made["step_ns"]
+    assert shardplan("explain", plan, "--report", report).returncode == 0
+    for wrong in ("20", "0%", "95%", "much", "-20%"):
+        result = shardplan("optimize", *JOB, "--memory-budget", "device", f"--robust={wrong}", "-o", plan, "-q")
+        assert result.returncode == 2 and "--robust" in result.stderr, result.stderr
+
+
 def test_the_mesh_is_decided_where_that_is_allowed(shardplan, tmp_path):
     files = {name: tmp_path / f"{name}.json" for name in ("plan", "report", "certificate", "strategy")}
     result = shardplan("optimize", *JOB, "--memory-budget", "device", "--allow", "mesh,policy", "-o", files["plan"], "--report", files["report"],

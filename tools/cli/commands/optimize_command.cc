@@ -31,7 +31,7 @@ namespace {
 struct OptimizeArguments {
   std::vector<std::string> traces;
   std::string strategy, output = "plan.json", certificate, report, strategy_output;
-  std::string budget, time_limit;
+  std::string budget, time_limit, robust;
   std::int64_t plan_limit = OptimizeOptions().plan_limit;
   std::vector<std::string> allow, fix;
   std::optional<std::int64_t> global_batch;
@@ -63,6 +63,12 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
     if (!limit) return BadFlag("--time-limit", arguments.time_limit, "a time, say 10s, 500ms or 2min");
     options.time_limit_ns = {*limit};
   }
+  if (!arguments.robust.empty()) {
+    const auto off = WithSuffix(arguments.robust, {{"%", 10'000}});
+    if (!off || *off < 1 || *off > 900'000)
+      return BadFlag("--robust", arguments.robust, "how far costs may be off: 20%, above 0 and at most 90%");
+    options.robust_ppm = *off;
+  }
   for (const std::string& allowed : arguments.allow) {
     options.may_change_policy = options.may_change_policy || allowed == "policy";
     options.may_checkpoint = options.may_checkpoint || allowed == "checkpoint";
@@ -93,6 +99,33 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
     Progress(quiet, fmt::format("best so far: {}, {:.2f} GiB ({} plans)", time, gib, progress.evaluations));
   };
   return options;
+}
+
+std::string RobustText(const RobustReport& robust, Nanoseconds step_ns) {
+  const auto ms = [](Nanoseconds time) { return static_cast<double>(time.value) / 1e6; };
+  const auto percent = [](std::int64_t factor_ppm) {
+    return static_cast<double>(factor_ppm - 1'000'000) / 1e4;
+  };
+  const auto longer = [](Nanoseconds time, Nanoseconds than) {
+    return 100 * static_cast<double>((time - than).value) /
+           static_cast<double>(std::max<std::int64_t>(1, than.value));
+  };
+  std::string text = fmt::format("costs up to {:g} % off\n", percent(1'000'000 + robust.off_ppm));
+  text += fmt::format("  {:<42}{:>12} {:>14}\n", "", "this plan", "the fastest");
+  const auto line = [&](const std::string& at, Nanoseconds plan, Nanoseconds plain) {
+    text += fmt::format("  {:<42}{:12.3f} {:14.3f} ms\n", at, ms(plan), ms(plain));
+  };
+  line("as they are", step_ns, robust.plain_step_ns);
+  for (const CornerReport& corner : robust.corners) {
+    line(fmt::format("compute {:+g} %, links {:+g} %, overlap {:+g} %", percent(corner.compute_ppm),
+                     percent(corner.links_ppm), percent(corner.overlap_ppm)),
+         corner.step_ns, corner.plain_step_ns);
+  }
+  line("at worst", robust.worst_ns, robust.plain_worst_ns);
+  text += fmt::format(
+      "  the fastest plan loses {:.2f} % at worst; this one costs {:.2f} % where costs are as they are\n",
+      longer(robust.plain_worst_ns, robust.worst_ns), longer(step_ns, robust.plain_step_ns));
+  return text;
 }
 
 std::string VariantsText(const Optimization& r) {
@@ -146,6 +179,7 @@ std::string Text(const OptimizeOutput& output) {
     text += fmt::format("  {:<42}{:12.3f} ms {:8.2f} GiB{}\n", baseline.name, ms(baseline.step_ns),
                         gib(baseline.peak_reserved_bytes), note);
   }
+  if (r.robust) text += "\n" + RobustText(*r.robust, r.step_ns);
   if (!r.variants.empty()) text += "\n" + VariantsText(r);
   for (const std::string& note : r.notes) text += note + "\n";
   return text;
@@ -289,6 +323,9 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
       ->capture_default_str();
   command->add_option("--time-limit", options->time_limit,
                       "The search ends after so long, too: 10s, 500ms, 2min (default: no limit)");
+  command->add_option("--robust", options->robust,
+                      "Not the fastest plan, but the best at the worst of the costs, when compute, links and "
+                      "overlap are off by at most so much: 20%");
   command
       ->add_option("--allow", options->allow,
                    "What the plan may do besides: policy (be of another policy than the strategy's), "

@@ -43,6 +43,9 @@ struct OptimizeOptions {
   // Plan and simulate every setting of the grid, those that cannot win, too, to report the best of them as a
   // baseline.
   bool whole_grid = false;
+  // Above 0: not the fastest plan, but the one whose step is shortest at the worst of the costs, when those
+  // of compute, of links and of overlap are off by at most so much, each by itself.
+  std::int64_t robust_ppm = 0;
   // The search ends after so many plans, wherever it is; 0: by itself. Work, and not time, so that the answer
   // is the same on every machine and under every load. Settings of the grid are not counted: what could win
   // is planned at the end of every search.
@@ -51,7 +54,7 @@ struct OptimizeOptions {
   std::int32_t threads = 1;
   const std::atomic<bool>* stop = nullptr;  // true: give the best so far
   std::function<void(const OptimizeProgress&)> on_progress;
-  std::function<void(const std::string&)> on_variant;  // the search of one begins (variants.h)
+  std::function<void(const std::string&)> on_variant;  // another search begins: of a variant (variants.h)
 };
 
 // The values of OptimizeOptions::fixed.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -99,6 +100,24 @@ struct VariantReport {
   bool operator==(const VariantReport&) const = default;
 };
 
+// Costs at an end of their intervals: factors of the times.
+struct CornerReport {
+  std::int64_t compute_ppm = 0, links_ppm = 0, overlap_ppm = 0;
+  Nanoseconds step_ns;        // of the plan
+  Nanoseconds plain_step_ns;  // of the plan that is fastest at the nominal costs
+  bool operator==(const CornerReport&) const = default;
+};
+
+// The plan is the best at the worst of the costs. Nominal costs are among them.
+struct RobustReport {
+  std::int64_t off_ppm = 0;    // how far each cost may be off
+  Nanoseconds worst_ns;        // the plan's longest step
+  Nanoseconds plain_step_ns;   // of the plan that is fastest at the nominal costs
+  Nanoseconds plain_worst_ns;  // its longest
+  std::vector<CornerReport> corners;
+  bool operator==(const RobustReport&) const = default;
+};
+
 struct Optimization {
   std::string model;
   std::string policy;
@@ -118,7 +137,8 @@ struct Optimization {
   bool complete = true;  // false: a limit or a signal ended the search
   std::vector<DecisionReport> decisions;
   std::vector<BaselineReport> baselines;
-  std::vector<CurvePoint> curve;  // ascending bytes
+  std::vector<CurvePoint> curve;       // ascending bytes
+  std::optional<RobustReport> robust;  // what was asked for: not the fastest, but the best at the worst
   // Of the meshes and micro-batches that were tried, in their order. Everything else is about the chosen one.
   std::vector<VariantReport> variants;
   Nanoseconds variants_lower_bound_ns;  // of plans of the class of all variants; 0: not known of one
