@@ -20,9 +20,9 @@ constexpr std::int64_t kLongestStep = 1024;  // in parts of what would be right 
 // [Note: prices that prove most]
 // What prices prove is concave in the prices of memory, and in those of kernels along the highest prices of
 // links. The cheapest work at given prices tells where it rises: a price goes up where work exceeds what the
-// price's window earns for it. So the climb makes steps that way (a subgradient's), as long as would be right
-// if the bound could rise to `aim`, and shorter ones when that does not help; at the end it tries each price
-// by itself.
+// price's window earns for it. So the climb makes steps that way (a deflected subgradient's), as long as
+// would be right if the bound could rise to `aim`, and shorter ones when that does not help; at the end it
+// tries each price by itself.
 class PriceClimb {
  public:
   PriceClimb(const StepWork& work, const WindowedWork& windowed, Nanoseconds aim)
@@ -130,6 +130,8 @@ class PriceClimb {
       }
       Point slopes = SlopesOf(use);
       HoldAtEnds(slopes);
+      GoOn(slopes);
+      HoldAtEnds(slopes);
       Int128 square = 0;
       for (const auto* of : {&slopes.kernels, &slopes.shares, &slopes.bytes}) {
         for (const std::int64_t slope : *of) square += Int128{slope} * slope;
@@ -147,6 +149,16 @@ class PriceClimb {
       move(at_.kernels, slopes.kernels, kPriceScale);
       move(at_.shares, slopes.shares, kPriceScale);
       move(at_.bytes, slopes.bytes, kPriceScale * 256);
+    }
+  }
+
+  // Slopes of neighbouring points differ in what the cheapest work of each happens to be. Their sum, the
+  // older ones less and less, is what they have in common.
+  void GoOn(Point& slopes) {
+    for (auto of : {&Point::kernels, &Point::shares, &Point::bytes}) {
+      std::vector<std::int64_t>&now = slopes.*of, &before = along_.*of;
+      before.resize(now.size(), 0);
+      for (std::size_t i = 0; i < now.size(); ++i) before[i] = now[i] += before[i] / 5 * 4;
     }
   }
 
@@ -183,7 +195,7 @@ class PriceClimb {
   const WindowedWork& windowed_;
   const std::int64_t aim_ns_;
   const std::int64_t byte_unit_;
-  Point at_, best_;
+  Point at_, best_, along_;
   std::int64_t best_ns_ = 0;
 };
 

@@ -491,11 +491,14 @@ class WindowedWork::Sum {
     }
     std::int64_t window = kWhole;
     std::size_t part = parts_.size();  // of all ranks
-    const Int128 copied_out = kernels_.Least(from, to) * CopiedOut(bytes);
+    // A gather that is issued behind the first read may run on the device before it: then the parameter is
+    // there from the first read to the second, which costs as much as to keep it where that is charged.
+    const std::int64_t begin = waits_ ? from : 0;
+    const Int128 copied_out = kernels_.Least(begin, to) * CopiedOut(bytes);
     const auto consider = [&](const Prices& line, Int128 kept, std::int64_t copied_in, std::size_t by) {
       if (kept + copied_out >= least) return;  // in no window it is cheaper
-      for (std::int64_t w = from; w <= to; ++w) {
-        const Int128 cost = kept + line[w] * bytes + kernels_.Least(from, w) * CopiedIn(copied_in) +
+      for (std::int64_t w = begin; w <= to; ++w) {
+        const Int128 cost = kept + line[w] * bytes + kernels_.Least(begin, w) * CopiedIn(copied_in) +
                             kernels_.Least(w, to) * CopiedOut(bytes) + Waiting(bytes, std::max(w, from), to);
         if (cost < least) std::tie(least, window, part) = std::tuple(cost, w, by);
       }
@@ -512,7 +515,7 @@ class WindowedWork::Sum {
     const bool of_all = part == parts_.size();
     if (!of_all) UseBytes(bytes / of_.work_.sub_meshes[part].ranks, from, to);
     UseLinks(of_all ? of_.work_.gather : of_.work_.sub_meshes[part].gather, 0, bytes, window);
-    UseKernels(CopiedIn(of_all ? bytes : 0), from, window);
+    UseKernels(CopiedIn(of_all ? bytes : 0), begin, window);
     UseKernels(CopiedOut(bytes), window, to);
     return least;
   }
