@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every recorded case, every knob and random models on a backend with a process for each rank: cpu with Gloo,
-// cuda with NCCL. What planned_test.cc runs on the virtual machine, with the same model of numbers.
+// Every recorded case, every knob, random models and optimised plans on a backend with a process for each
+// rank: cpu with Gloo, cuda with NCCL. What planned_test.cc runs on the virtual machine, with the same model
+// of numbers.
 //
 // SHARDPLAN_CASE=hsdp runs the cases whose name contains that; SHARDPLAN_RANDOM=1000 so many random models;
 // SHARDPLAN_EVERY=5 every fifth case, SHARDPLAN_FIRST=2 from the third on.
@@ -23,6 +24,7 @@
 #include "tests/executor/rank_backend.h"
 #include "tests/executor/torch_numbers.h"
 #include "tests/executor/virtual/checked_run.h"
+#include "tests/executor/virtual/optimized_cases.h"
 #include "tests/executor/virtual/plan_cases.h"
 
 namespace shardplan::test {
@@ -41,7 +43,7 @@ struct RankCase {
   Plan plan;
 };
 
-std::vector<PlanCase> AllCases() {
+std::vector<PlanCase> AllCases(std::int64_t ranks) {
   std::vector<PlanCase> cases = KnobCases();
   for (const std::string& name : RecordedNames()) cases.push_back(RecordedCase(name));
   for (const std::string& name : GoldenNames()) cases.push_back(GoldenCase(name));
@@ -49,6 +51,12 @@ std::vector<PlanCase> AllCases() {
   const std::uint32_t count =
       random == nullptr ? kRandomCases : static_cast<std::uint32_t>(std::atoi(random));
   for (std::uint32_t seed = 0; seed < count; ++seed) cases.push_back(RandomCase(seed));
+  if (ranks != kOptimizedRanks) return cases;  // a search each
+  for (const OptimizedCase& what : OptimizedCases()) {
+    Result<PlanCase> optimized = Optimized(what);
+    EXPECT_TRUE(optimized.has_value()) << NameOf(what);
+    if (optimized) cases.push_back(std::move(*optimized));
+  }
   return cases;
 }
 
@@ -61,11 +69,12 @@ std::vector<RankCase> CasesOf(std::int64_t ranks) {
   const std::int64_t offset = first == nullptr ? 0 : std::max(0, std::atoi(first)) % stride;
   std::int64_t position = 0;
   std::vector<RankCase> cases;
-  for (PlanCase& c : AllCases()) {
+  for (PlanCase& c : AllCases(ranks)) {
     EXPECT_NE(std::ranges::find(kRanks, c.cluster.ranks), kRanks.end()) << c.name << " is run by no test";
     const bool other = c.cluster.ranks != ranks || (filter != nullptr && !c.name.contains(filter));
     if (other || RefusedByPyTorch().contains(c.name) || WrongInPyTorch().contains(c.name)) continue;
-    if (position++ % stride != offset) continue;
+    // Optimised plans are few, and no two alike.
+    if (!c.name.starts_with("optimized/") && position++ % stride != offset) continue;
     Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
     EXPECT_TRUE(planned) << ToString(planned.error());
     if (planned && Verify(planned->plan).empty()) cases.push_back({std::move(c), std::move(planned->plan)});

@@ -172,6 +172,9 @@ class OptimizeRun {
     for (const auto& [choice, evaluation] : evaluator_.known()) {
       if (!evaluation.planned) return evaluation.error;
     }
+    if (!refused_.empty())
+      return {.code = ErrorCode::kNegative,
+              .message = "no plan that was found verifies without PyTorch's faults"};
     return {.code = ErrorCode::kNegative, .message = "no plan was found in the time limit"};
   }
 

@@ -22,6 +22,7 @@ from equivalence_plans import cluster, trace
 
 END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]
 STEPS = 4
+HYBRID = (("replicate", 2), ("shard", 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,11 @@ JOBS = [
     Job("gpt_keeps_products", "gpt", checkpoint={"modules": ["blocks.0", "blocks.1.attention", "blocks.2.attention"], "save": [{"name": "aten.addmm", "recompute_every": 2}]}),
     Job("mlp_accumulates", "mlp", microbatches=3, tolerance=1e-4),
     Job("mlp_accumulates_in_two_levels", "mlp", microbatches=3, mesh=(("shard", 4),), levels=2, tolerance=1e-4),
+    Job("gpt_replicas", "gpt", mesh=HYBRID),
+    Job("gpt_replicas_recompute", "gpt", mesh=HYBRID, flags=("--allow", "checkpoint")),
+    Job("mlp_replicas_accumulate", "mlp", microbatches=3, mesh=HYBRID, tolerance=1e-4),
+    # Keys' biases have gradients of nothing but rounding, which AdamW makes steps of: sums keep their order.
+    Job("gpt_replicas_accumulate_and_recompute_blocks", "gpt", microbatches=2, mesh=HYBRID, flags=("--fix", "accumulation"), checkpoint={"modules": ["blocks.*"]}),
 ]
 
 
