@@ -278,7 +278,7 @@ std::string VariantText(const VariantReport& variant) {
 std::vector<std::vector<StrategyMeshDim>> MeshesOf(const Cluster& cluster) {
   std::vector<std::vector<StrategyMeshDim>> meshes;
   const std::int64_t node = std::max<std::int64_t>(1, cluster.ranks_per_node);
-  for (std::int64_t shard = cluster.ranks; shard >= 1; --shard) {
+  for (std::int64_t shard = cluster.ranks; shard > 1; --shard) {
     if (cluster.ranks % shard != 0) continue;
     if (shard == cluster.ranks) {
       meshes.push_back({{"shard", shard}});
@@ -286,6 +286,7 @@ std::vector<std::vector<StrategyMeshDim>> MeshesOf(const Cluster& cluster) {
       meshes.push_back({{"replicate", cluster.ranks / shard}, {"shard", shard}});
     }
   }
+  if (meshes.empty()) meshes.push_back({{"shard", cluster.ranks}});
   return meshes;
 }
 
@@ -320,9 +321,6 @@ Result<std::vector<JobVariant>> MakeVariants(const std::vector<NamedTrace>& trac
       return Refuse("--allow mesh: the mesh is given, by --mesh or by the strategy", MeshText(job.mesh),
                     "no mesh, or no --allow mesh");
     meshes = MeshesOf(cluster);
-    // PyTorch's FSDP1 does not add up gradients of such replicas (NO_SHARD is its own way).
-    if (job.policy == "fsdp1" && cluster.ranks > 1)
-      std::erase_if(meshes, [](const auto& mesh) { return mesh.back().size == 1; });
   }
   if (traces.size() > 1 && !options.global_batch)
     return Refuse("several traces are micro-batches of one step: --global-batch says how many samples it has",

@@ -39,8 +39,8 @@ struct VariantOptions {
 // "mesh replicate=2,shard=4, micro-batch 2 x 4 a step".
 std::string VariantText(const VariantReport& variant);
 
-// Meshes to shard over, the largest shard first: all ranks, whole nodes, parts of a node, and one rank alone,
-// all that divide the ranks.
+// Meshes to shard over, the largest shard first: all ranks, whole nodes, and parts of a node, all that divide
+// the ranks. Not ranks alone: the bound knows little of plans without collectives of shards.
 std::vector<std::vector<StrategyMeshDim>> MeshesOf(const Cluster& cluster);
 
 // Samples of a trace's micro-batch: the first dimension, which all its inputs have. kBadInput: they do not.
