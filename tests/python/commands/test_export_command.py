@@ -111,13 +111,14 @@ def test_optimize_refuses_jobs_that_the_file_could_not_say(shardplan, tmp_path, 
 
 
 def test_optimize_decides_what_the_file_can_say(shardplan, tmp_path):
-    """With micro-batches the search likes parts that stay between them, which PyTorch does not have."""
+    """With micro-batches the search likes reductions in two levels, and parts that stay between them: PyTorch has neither."""
     job = [TRACE, "--cluster", "h100_sxm_64_100g", "--ranks", "16", "--accumulate", "4", "--memory-budget", "0.9GiB", "-q"]
     said = {}
-    for name, flags in {"free": [], "expressible": ["--expressible", "fsdp2"]}.items():
+    for name, flags in {"free": [], "in one level": ["--fix", "reduction"], "expressible": ["--expressible", "fsdp2"]}.items():
         plan = tmp_path / f"{name}.json"
         result = shardplan("optimize", *job, *flags, "-o", plan)
         assert result.returncode == 0, result.stderr
         said[name] = exported(shardplan, plan, "--trace", TRACE)[0].stdout
     assert "instruction for instruction" in said["expressible"], said
-    assert "part_after_backward" in said["free"] and COST.search(said["free"]), said["free"]
+    for name, knob in {"free": "inner_reduce_ranks", "in one level": "part_after_backward"}.items():
+        assert knob in said[name] and COST.search(said[name]), said[name]
