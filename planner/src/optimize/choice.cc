@@ -45,12 +45,6 @@ ModuleCall Set(std::string method, bool value, std::string module = {}, bool rec
   return {.method = std::move(method), .module = std::move(module), .value = value, .recurse = recurse};
 }
 
-// Over micro-batches.
-bool KeepsOver(const Choice& choice) {
-  return !choice.fsdp1 &&
-         (choice.accumulation == Accumulation::kEachKept || choice.accumulation == Accumulation::kLastKept ||
-          choice.accumulation == Accumulation::kRestLastKept);
-}
 bool LeavesRest(const Choice& choice) {
   return choice.accumulation == Accumulation::kRestLast || choice.accumulation == Accumulation::kRestLastKept;
 }
@@ -258,6 +252,12 @@ std::string LayoutText(const Job& job, const Choice& choice) {
 }
 
 }  // namespace
+
+bool KeepsOver(const Choice& choice) {
+  return !choice.fsdp1 &&
+         (choice.accumulation == Accumulation::kEachKept || choice.accumulation == Accumulation::kLastKept ||
+          choice.accumulation == Accumulation::kRestLastKept);
+}
 
 bool HasRest(const Job& job, const Choice& choice) {
   const std::int64_t inner = job.keeps_reduction ? job.strategy.fsdp2.inner_reduce_ranks : choice.inner;

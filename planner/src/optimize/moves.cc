@@ -33,11 +33,8 @@ std::vector<std::int64_t> Parts(const Job& job) {
 // Reduced within a node in each micro-batch, and between nodes in the last.
 Choice InTwoLevels(const Job& job, Choice choice, std::int64_t inner) {
   choice.inner = inner;
-  const bool kept = choice.accumulation == Accumulation::kEachKept ||
-                    choice.accumulation == Accumulation::kLastKept ||
-                    choice.accumulation == Accumulation::kRestLastKept;
   if (job.microbatches > 1 && job.plain_loop && !job.keeps_accumulation)
-    choice.accumulation = kept ? Accumulation::kRestLastKept : Accumulation::kRestLast;
+    choice.accumulation = KeepsOver(choice) ? Accumulation::kRestLastKept : Accumulation::kRestLast;
   choice.accumulated = 0;
   return choice;
 }
@@ -218,10 +215,11 @@ void AddReductionMoves(const Job& job, const Choice& from, std::vector<Choice>& 
     moves.push_back(InTwoLevels(job, from, NodePart(job)));
     return;
   }
-  moves.push_back(from);
-  moves.back().inner = 0;
-  for (const Accumulation accumulation : Accumulations(job, moves.back())) {
-    moves.push_back(moves.back());
+  Choice at_once = from;
+  at_once.inner = 0;
+  moves.push_back(at_once);
+  for (const Accumulation accumulation : Accumulations(job, at_once)) {
+    moves.push_back(at_once);
     moves.back().accumulation = accumulation;
   }
   for (const std::int64_t inner : {from.inner / 2, from.inner * 2}) {

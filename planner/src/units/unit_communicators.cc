@@ -26,6 +26,22 @@ std::vector<StrategyMeshDim> DefaultMesh(const Trace& trace, std::int64_t ranks)
   return dims;
 }
 
+// The groups of `size` adjacent ranks of the unit's shards. `not_divided`: what is wrong where these are no
+// whole groups.
+Result<MeshDigits> AdjacentRanks(const UnitChoice& choice, std::int64_t size, const std::string& pointer,
+                                 const std::string& not_divided) {
+  if (size < 0 || choice.shard_size % size != 0) {
+    return MakeInputError(pointer, not_divided, fmt::format("{}", size),
+                          fmt::format("a divisor of {}", choice.shard_size));
+  }
+  std::optional<MeshDigits> digits = Innermost(choice.shard_digits, size);
+  if (!digits) {
+    return MakeInputError(pointer, "adjacent ranks of a dimension flattened from several do not group so",
+                          fmt::format("{}", size), "a multiple or divisor of the innermost dimension's size");
+  }
+  return *std::move(digits);
+}
+
 }  // namespace
 
 Status UnitCommunicators::Begin(std::int64_t cluster_ranks, const Trace& trace, Partition& partition) {
@@ -152,7 +168,7 @@ Status UnitCommunicators::SetCommunicators(const std::string& pointer, UnitChoic
     }
   }
   if (Status s = SetHook(pointer, choice, partition); !s) return s;
-  if (Status s = SetLevels(pointer, choice, partition); !s) return s;
+  if (Status s = SetLevels(choice, partition); !s) return s;
   return SetPostForward(pointer, choice, partition);
 }
 
@@ -217,15 +233,9 @@ Status UnitCommunicators::SetPostForward(const std::string& pointer, UnitChoice&
                                          Partition& partition) {
   const std::int64_t size = choice.post_forward_size;
   if (size == 0 || size == choice.shard_size) return {};
-  if (size < 0 || choice.shard_size % size != 0) {
-    return MakeInputError(pointer, "reshard_after_forward is not a divisor of the shard group's size",
-                          fmt::format("{}", size), fmt::format("a divisor of {}", choice.shard_size));
-  }
-  const std::optional<MeshDigits> digits = Innermost(choice.shard_digits, size);
-  if (!digits) {
-    return MakeInputError(pointer, "adjacent ranks of a dimension flattened from several do not group so",
-                          fmt::format("{}", size), "a multiple or divisor of the innermost dimension's size");
-  }
+  const Result<MeshDigits> digits = AdjacentRanks(
+      choice, size, pointer, "reshard_after_forward is not a divisor of the shard group's size");
+  if (!digits) return std::unexpected(digits.error());
   // One group for every size; those of other strides (of units with their own mesh) have their own.
   const auto [entry, added] = post_forward_.try_emplace(
       {size, digits->back().stride}, static_cast<CommunicatorId>(partition.communicators.size()));
@@ -239,21 +249,13 @@ Status UnitCommunicators::SetPostForward(const std::string& pointer, UnitChoice&
 }
 
 // A unit of no more ranks than the first level has is reduced at once.
-Status UnitCommunicators::SetLevels(const std::string& /*pointer*/, UnitChoice& choice,
-                                    Partition& partition) {
+Status UnitCommunicators::SetLevels(UnitChoice& choice, Partition& partition) {
   const std::int64_t inner = strategy_.fsdp2.inner_reduce_ranks;
   if (inner <= 1 || choice.shard_size <= inner) return {};
-  const std::string field = "/fsdp2/inner_reduce_ranks";
-  if (choice.shard_size % inner != 0) {
-    return MakeInputError(field, "the first level of reductions does not divide the ranks of the shards",
-                          fmt::format("{}", inner), fmt::format("a divisor of {}", choice.shard_size));
-  }
-  const std::optional<MeshDigits> first = Innermost(choice.shard_digits, inner);
-  if (!first) {
-    return MakeInputError(field, "adjacent ranks of a dimension flattened from several do not group so",
-                          fmt::format("{}", inner),
-                          "a multiple or divisor of the innermost dimension's size");
-  }
+  const Result<MeshDigits> first =
+      AdjacentRanks(choice, inner, "/fsdp2/inner_reduce_ranks",
+                    "the first level of reductions does not divide the ranks of the shards");
+  if (!first) return std::unexpected(first.error());
   const auto [entry, added] = levels_.try_emplace(choice.unit.shard_communicator);
   if (added) {
     const std::string suffix = levels_.size() == 1 ? "" : fmt::format("_{}", levels_.size());

@@ -38,7 +38,7 @@ class UnitCommunicators {
   CommunicatorId SeparateGroup(CommunicatorId shard, Partition& partition);
   Status SetHook(const std::string& pointer, UnitChoice& choice, Partition& partition);
   Status SetPostForward(const std::string& pointer, UnitChoice& choice, Partition& partition);
-  Status SetLevels(const std::string& pointer, UnitChoice& choice, Partition& partition);
+  Status SetLevels(UnitChoice& choice, Partition& partition);
 
   const Strategy& strategy_;
   Mesh mesh_;

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/instruction_set.h"
+
 namespace shardplan {
 namespace {
 
@@ -19,9 +21,7 @@ std::int64_t ShardCount(const Plan& plan, const Unit& unit) {
   return unit.shard_communicator < 0 ? 1 : plan.communicators[unit.shard_communicator].size;
 }
 
-bool IsInnerReduced(BufferRole role) {
-  return role == BufferRole::kInnerReduceOutput || role == BufferRole::kInnerReduceAccumulated;
-}
+bool IsInnerReduced(BufferRole role) { return Has(instruction_set::kInnerReduced, role); }
 
 std::int64_t InnerSlot(std::int64_t piece, std::int64_t inner, std::int64_t shards) {
   return piece % inner * (shards / inner) + piece / inner;

@@ -94,6 +94,7 @@ void WindowedWork::AddStretches() {
 
 void WindowedWork::AddParameters(LayoutKind layout) {
   const bool flat = layout == LayoutKind::kFlat;
+  const bool shards_count_always = ShardsCountAlways(layout);
   copied_per_gathered_ = flat ? 0 : 2;
   SetCopiedPerShard(flat);
   std::int64_t last_grad = -1;
@@ -113,7 +114,7 @@ void WindowedWork::AddParameters(LayoutKind layout) {
       largest_gathered_ = std::max(largest_gathered_, bytes);
       first_gathered_ += bytes;
     }
-    const std::int64_t waiting_bytes = ShardsCountAlways(layout) ? 0 : p.WaitingBytes(work_.shards);
+    const std::int64_t waiting_bytes = shards_count_always ? 0 : p.WaitingBytes(work_.shards);
     if (!p.grads.empty() && waiting_bytes > 0)
       UseRoom(waiting_bytes, p.grads.front(), std::ssize(work_.durations_ns));
     casts_gradients_ = casts_gradients_ || p.gathered != p.reduced || !flat;
