@@ -135,6 +135,63 @@ TEST(Accumulation, OfSomeUnitsIsReducedOnce) {
   }
 }
 
+// Collectives of the step that repeats: in groups of so many ranks.
+int CountOf(const Plan& plan, InstructionKind kind, std::int64_t ranks) {
+  int count = 0;
+  for (const Trigger& trigger : plan.steps.back().triggers) {
+    for (const Instruction& i : trigger.instructions)
+      count += i.kind == kind && plan.communicators[static_cast<std::size_t>(i.communicator)].size == ranks;
+  }
+  return count;
+}
+
+// Units that leave the second of two levels to the last micro-batch, beside others that do not.
+TEST(Accumulation, OfSomeUnitsLeavesTheRestToTheLastMicrobatch) {
+  const PartsCase c = RandomPartsCase(2, 4);
+  constexpr std::int32_t kMicrobatches = 3, kUnits = 6;
+  const optimize::Job job =
+      optimize::MakeJob(c.trace, {.program = {testing::MicrobatchStep(kMicrobatches)}}, 4);
+  for (std::int32_t rested = 0; rested <= kUnits; ++rested) {
+    for (const std::int32_t accumulated : {0, 2}) {
+      SCOPED_TRACE(::testing::Message() << rested << " units rest, " << accumulated << " accumulate");
+      Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .inner = 2};
+      choice.accumulation = optimize::Accumulation::kRestLast;
+      choice.accumulated = accumulated;
+      choice.rested = rested;
+      const Result<PlannerOutput> planned = MakePlan(c.trace, optimize::StrategyOf(job, choice), c.cluster);
+      ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+      EXPECT_TRUE(planned->faults.empty());
+      // Both levels are over two ranks. A unit that accumulates does neither before the last micro-batch.
+      const int first = (kUnits - accumulated) * kMicrobatches + accumulated;
+      const int waiting = std::max(rested, accumulated);
+      const int second = (kUnits - waiting) * kMicrobatches + waiting;
+      EXPECT_EQ(CountOf(planned->plan, InstructionKind::kReduceScatter, 2), first + second);
+      EXPECT_EQ(CountOf(planned->plan, InstructionKind::kReduceScatter, 4), 0);
+    }
+  }
+}
+
+// Units that are kept whole, in part and not at all, over the micro-batches.
+TEST(Accumulation, KeepsSomeUnitsInPart) {
+  const PartsCase c = RandomPartsCase(2, 4);
+  constexpr std::int32_t kMicrobatches = 3, kUnits = 6, kKept = 2;
+  const optimize::Job job =
+      optimize::MakeJob(c.trace, {.program = {testing::MicrobatchStep(kMicrobatches)}}, 4);
+  for (std::int32_t parted = 0; parted <= kUnits - kKept; ++parted) {
+    SCOPED_TRACE(::testing::Message() << parted << " units in part");
+    Choice choice{
+        .units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .kept = kKept, .part = 2};
+    choice.accumulation = optimize::Accumulation::kEachKept;
+    choice.parted = parted;
+    const Result<PlannerOutput> planned = MakePlan(c.trace, optimize::StrategyOf(job, choice), c.cluster);
+    ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+    EXPECT_TRUE(planned->faults.empty());
+    const int passes = 2 * kMicrobatches, freed = kUnits - kKept - parted;
+    EXPECT_EQ(CountOf(planned->plan, InstructionKind::kAllGather, 4), kKept + parted + freed * passes);
+    EXPECT_EQ(CountOf(planned->plan, InstructionKind::kAllGather, 2), parted * (passes - 1));
+  }
+}
+
 // What is decided is what the strategy says.
 TEST(Recomputation, OfPartsIsInTheStrategy) {
   const PartsCase c = RandomPartsCase(1, 3);

@@ -134,6 +134,49 @@ TEST(Optimize, IsWithinTheBudgetAndNoSlowerThanRandomStrategies) {
   }
 }
 
+// With micro-batches on a slow network: what waits and what is kept share the budget.
+TEST(Optimize, IsNoSlowerThanRandomStrategiesWithMicrobatches) {
+  const Trace trace = SmallModel(6, 2048, 1024);
+  const Cluster cluster = SmallCluster(20'000'000);
+  Strategy strategy;
+  strategy.program = {testing::MicrobatchStep(4)};
+  const optimize::Job job = optimize::MakeJob(trace, strategy, kRanks);
+  const Result<OptimizeOutput> loose = Optimize(trace, strategy, cluster, Within(kLoose));
+  ASSERT_TRUE(loose.has_value());
+  Random random(23);
+  for (const int part : {90, 75, 60}) {
+    const Bytes budget{loose->report.peak_reserved_bytes.value * part / 100};
+    const Result<OptimizeOutput> output = Optimize(trace, strategy, cluster, Within(budget));
+    ASSERT_TRUE(output.has_value()) << "part " << part << ": " << ToString(output.error());
+    EXPECT_LE(output->report.peak_reserved_bytes, budget);
+    int within = 0;
+    for (int i = 0; i < 80; ++i) {
+      optimize::Choice choice{
+          .units = optimize::UnitsOfBlocks(job.chain, 1 + random.Below(2), optimize::Ends::kOwn)};
+      const auto units = static_cast<std::int32_t>(choice.units.size());
+      choice.part = random.Chance(60) ? 2 : 0;
+      choice.kept = random.Chance(50) ? 0 : random.Below(units);
+      choice.parted = random.Below(units + 1);
+      choice.inner = random.Chance(60) ? 2 : 0;
+      choice.accumulation = static_cast<optimize::Accumulation>(random.Below(6));
+      choice.accumulated = random.Chance(50) ? 0 : random.Below(units);
+      choice.rested = random.Below(units + 1);
+      choice = optimize::Effective(job, choice);
+      const Result<PlannerOutput> planned = MakePlan(trace, optimize::StrategyOf(job, choice), cluster);
+      ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+      const auto measured = optimize::Measure(planned->plan);
+      ASSERT_TRUE(measured.has_value());
+      EXPECT_LE(loose->report.lower_bound_ns, measured->step_ns);
+      if (*ReservedWithoutBudget(planned->plan, {}) > budget) continue;
+      ++within;
+      EXPECT_LE(output->report.lower_bound_ns, measured->step_ns);
+      EXPECT_LE(output->report.step_ns.value, measured->step_ns.value * 101 / 100)
+          << "part " << part << ", choice " << i;
+    }
+    EXPECT_GT(within, 0) << "part " << part;
+  }
+}
+
 // Of the step that repeats: how often units are gathered over all ranks, and over a part of them.
 std::pair<int, int> GathersOf(const Plan& plan) {
   std::pair<int, int> gathers;

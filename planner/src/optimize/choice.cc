@@ -26,9 +26,10 @@ std::vector<UnitRule> RulesOf(const Job& job, const Choice& choice) {
       rule.group = rule.modules.size() > 1 && !choice.fsdp1;
       if (!job.keeps_reshard && !choice.fsdp1) {
         const bool kept = left <= choice.kept;
-        rule.reshard_after_forward = kept              ? ReshardAfterForward(false)
-                                     : choice.part > 1 ? ReshardAfterForward(choice.part)
-                                                       : ReshardAfterForward(true);
+        const bool parted = choice.part > 1 && left - choice.kept <= choice.parted;
+        rule.reshard_after_forward = kept     ? ReshardAfterForward(false)
+                                     : parted ? ReshardAfterForward(choice.part)
+                                              : ReshardAfterForward(true);
       }
       --left;
       rules.push_back(std::move(rule));
@@ -52,23 +53,36 @@ bool KeepsPartsOver(const Choice& choice) { return KeepsOver(choice) && choice.p
 
 // Of the units that are kept, whole or in part, over all micro-batches but the last.
 void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, StepProgram& step) {
-  if (choice.kept >= UnitCount(choice) || KeepsPartsOver(choice)) {
+  if (choice.kept >= UnitCount(choice) || (KeepsPartsOver(choice) && choice.parted == kAllUnits)) {
     step.push_back(Set("set_reshard_after_backward", reshard));
     return;
   }
   for (const UnitRule& rule : strategy.units) {
-    if (rule.reshard_after_forward == ReshardAfterForward(false))
+    if (!rule.modules.front().empty() && rule.reshard_after_forward != ReshardAfterForward(true))
       step.push_back(Set("set_reshard_after_backward", reshard, rule.modules.front(), false));
   }
 }
 
-// The last units that are wrapped wait for the last micro-batch, whatever the others do.
-void AccumulateUnits(const Strategy& strategy, const Choice& choice, bool reduce, StepProgram& step) {
+// Of the last `count` units that are wrapped.
+void SetOfLast(const Strategy& strategy, const Choice& choice, std::int32_t count, const std::string& method,
+               bool value, StepProgram& step) {
   std::int32_t left = UnitCount(choice);
   for (const UnitRule& rule : strategy.units) {
     if (left <= 0) return;
-    if (left-- <= choice.accumulated)
-      step.push_back(Set("set_requires_gradient_sync", reduce, rule.modules.front(), false));
+    if (left-- <= count) step.push_back(Set(method, value, rule.modules.front(), false));
+  }
+}
+
+// The last units wait for the last micro-batch, whatever the others do.
+void SetReductions(const Strategy& strategy, const Choice& choice, bool last, StepProgram& step) {
+  if (choice.accumulation == Accumulation::kLast || choice.accumulation == Accumulation::kLastKept)
+    step.push_back(Set("set_requires_gradient_sync", last));
+  SetOfLast(strategy, choice, choice.accumulated, "set_requires_gradient_sync", last, step);
+  if (!LeavesRest(choice)) return;
+  if (choice.rested == kAllUnits) {
+    step.push_back(Set("set_requires_all_reduce", last));
+  } else {
+    SetOfLast(strategy, choice, choice.rested, "set_requires_all_reduce", last, step);
   }
 }
 
@@ -78,11 +92,7 @@ void WriteLoop(const Job& job, const Choice& choice, Strategy& strategy) {
   for (std::int32_t m = 0; m < job.microbatches; ++m) {
     const bool last = m + 1 == job.microbatches;
     const bool changes = m == 0 || last;
-    const bool once =
-        choice.accumulation == Accumulation::kLast || choice.accumulation == Accumulation::kLastKept;
-    if (once && changes) step.push_back(Set("set_requires_gradient_sync", last));
-    if (choice.accumulated > 0 && changes) AccumulateUnits(strategy, choice, last, step);
-    if (LeavesRest(choice) && changes) step.push_back(Set("set_requires_all_reduce", last));
+    if (changes) SetReductions(strategy, choice, last, step);
     if (KeepsOver(choice) && changes) KeepUnits(strategy, choice, last, step);
     step.push_back(ForwardCall{m, 0});
     step.push_back(BackwardCall{{m}, 0});
@@ -161,8 +171,14 @@ std::string ReshardText(const Job& job, const Choice& choice) {
   if (job.keeps_reshard) return "as given";
   if (choice.fsdp1) return choice.grad_op ? "kept through the backward" : "freed after the forward";
   const std::int32_t units = UnitCount(choice);
-  const std::string others = choice.part > 1 ? fmt::format("kept on {} ranks", choice.part) : "freed";
-  return fmt::format("{} of {} units kept whole after the forward, the others {}, the root {}",
+  const Choice effective = Effective(job, choice);
+  std::string others = "the others freed";
+  if (effective.part > 1) {
+    const std::string kept = fmt::format("kept on {} ranks", effective.part);
+    others = effective.parted == kAllUnits ? "the others " + kept
+                                           : fmt::format("{} {}, the others freed", effective.parted, kept);
+  }
+  return fmt::format("{} of {} units kept whole after the forward, {}, the root {}",
                      std::min(choice.kept, units), units, others, choice.root_freed ? "freed" : "kept");
 }
 
@@ -185,6 +201,12 @@ std::string AccumulationText(const Job& job, const Choice& choice) {
     others.accumulated = 0;
     return fmt::format("{}; those of the last {} units in the last micro-batch",
                        AccumulationText(job, others), accumulated);
+  }
+  if (const std::int32_t rested = Effective(job, choice).rested; rested < kAllUnits) {
+    Choice others = choice;
+    others.rested = kAllUnits;
+    return fmt::format("{}; those of all but the last {} units in every micro-batch",
+                       AccumulationText(job, others), rested);
   }
   switch (choice.accumulation) {
     case Accumulation::kEach:
@@ -342,6 +364,7 @@ Choice Effective(const Job& job, Choice choice) {
   if (choice.fsdp1) {
     choice.kept = none.kept;
     choice.part = none.part;
+    choice.parted = none.parted;
     choice.root_freed = none.root_freed;
     choice.in_flight = none.in_flight;
     choice.own_communicator = none.own_communicator;
@@ -351,16 +374,20 @@ Choice Effective(const Job& job, Choice choice) {
     choice.backward_prefetch = none.backward_prefetch;
     const std::int32_t units = job.keeps_units ? 1 : UnitCount(choice);
     choice.kept = std::min(choice.kept, units);
-    if (choice.part <= 1 || choice.kept == units) choice.part = none.part;
+    choice.parted = std::clamp(choice.parted, 0, units - choice.kept);
+    if (choice.part <= 1 || choice.parted == 0) choice.part = none.part;
+    if (choice.part == none.part || choice.parted == units - choice.kept) choice.parted = none.parted;
   }
   if (choice.fsdp1 || choice.inner <= 1 || choice.inner >= job.shards || job.shards % choice.inner != 0)
     choice.inner = none.inner;
   if (job.of_pytorch) LeaveOutWhatFsdp2Lacks(job, choice);
-  if (LeavesRest(choice) && !HasRest(job, choice))
+  if (LeavesRest(choice) && (!HasRest(job, choice) || choice.rested <= 0))
     choice.accumulation = KeepsOver(choice) ? Accumulation::kEachKept : Accumulation::kEach;
+  if (!LeavesRest(choice) || job.keeps_units || choice.rested >= UnitCount(choice))
+    choice.rested = none.rested;
   choice.even = choice.even && !choice.fsdp1 && !job.even_dims.empty() && !job.keeps_layout;
   const bool in_each =
-      choice.accumulation == Accumulation::kEach || choice.accumulation == Accumulation::kEachKept;
+      choice.accumulation != Accumulation::kLast && choice.accumulation != Accumulation::kLastKept;
   const bool may_accumulate =
       !choice.fsdp1 && job.microbatches > 1 && job.plain_loop && !job.keeps_accumulation && !job.keeps_units;
   choice.accumulated =
@@ -398,6 +425,7 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
   if (decision == "reshard") {
     choice.kept = other.kept;
     choice.part = other.part;
+    choice.parted = other.parted;
     choice.root_freed = other.root_freed;
     choice.grad_op = other.grad_op;
   }
@@ -411,6 +439,7 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
   if (decision == "accumulation") {
     choice.accumulation = other.accumulation;
     choice.accumulated = other.accumulated;
+    choice.rested = other.rested;
   }
   if (decision == "reduction") choice.inner = other.inner;
   if (decision == "prefetch") {

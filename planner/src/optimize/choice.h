@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <string>
 #include <vector>
@@ -17,22 +18,28 @@ namespace shardplan::optimize {
 // of the way in the last; kept: what is kept after the forward, whole or in part, is until the next one.
 enum class Accumulation : std::uint8_t { kEach, kEachKept, kLast, kLastKept, kRestLast, kRestLastKept };
 
+// A number of units: all that there are, and the root.
+inline constexpr std::int32_t kAllUnits = std::numeric_limits<std::int32_t>::max();
+
 struct Choice {
   bool fsdp1 = false;
   // How many neighbours of the chain are in each unit, from its begin; what is behind is the root's.
   // A negative number: so many are the root's.
   std::vector<std::int32_t> units;
-  std::int32_t kept = 0;          // units from the end that are not freed after the forward
-  std::int64_t part = 0;          // the others are kept on so many ranks; 0: freed
-  bool root_freed = false;        // the root's own parameters are, too
-  bool even = false;              // parameters of few rows are cut along Job::even_dims
-  std::int32_t prefetch = 0;      // units ahead, in both passes; 0: as PyTorch by default
-  std::int32_t in_flight = 1;     // inputs of reduce-scatters
-  bool own_communicator = false;  // of the reduce-scatters
+  std::int32_t kept = 0;            // units from the end that are not freed after the forward
+  std::int64_t part = 0;            // of the others these are kept on so many ranks; 0: freed
+  std::int32_t parted = kAllUnits;  // so many of the others, from the end; what is left is freed
+  bool root_freed = false;          // the root's own parameters are, too
+  bool even = false;                // parameters of few rows are cut along Job::even_dims
+  std::int32_t prefetch = 0;        // units ahead, in both passes; 0: as PyTorch by default
+  std::int32_t in_flight = 1;       // inputs of reduce-scatters
+  bool own_communicator = false;    // of the reduce-scatters
   Accumulation accumulation = Accumulation::kEach;
   std::int64_t inner = 0;        // ranks of the first of two levels of reductions; 0: one level
   std::int32_t accumulated = 0;  // units from the end that are reduced in the last micro-batch all the same
-  std::int32_t recomputed = 0;   // blocks from the first that are recomputed
+  // kRestLast, kRestLastKept: of so many units from the end. Those of the others are reduced in each.
+  std::int32_t rested = kAllUnits;
+  std::int32_t recomputed = 0;        // blocks from the first that are recomputed
   std::vector<std::string> children;  // of which only these modules are; empty: they are as a whole
   std::vector<std::string> rest;      // these modules of the other blocks are, too
   // Operators whose results are kept: every so many-th of a module's is run again all the same, 0: none.

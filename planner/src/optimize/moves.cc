@@ -2,13 +2,10 @@
 #include "optimize/moves.h"
 
 #include <algorithm>
-#include <limits>
 #include <set>
 
 namespace shardplan::optimize {
 namespace {
-
-constexpr std::int32_t kAll = std::numeric_limits<std::int32_t>::max();
 
 std::vector<Accumulation> Accumulations(const Job& job, const Choice& choice) {
   if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation) return {Accumulation::kEach};
@@ -30,12 +27,24 @@ std::vector<std::int64_t> Parts(const Job& job) {
   return parts;
 }
 
+// Fewer and more, in steps of powers of two.
+std::vector<std::int32_t> CountsBeside(std::int32_t count, std::int32_t most) {
+  count = std::clamp(count, 0, most);
+  std::vector<std::int32_t> counts;
+  for (std::int32_t step = 1; step <= most; step *= 2) {
+    if (count - step >= 0) counts.push_back(count - step);
+    if (count + step <= most) counts.push_back(count + step);
+  }
+  return counts;
+}
+
 // Reduced within a node in each micro-batch, and between nodes in the last.
 Choice InTwoLevels(const Job& job, Choice choice, std::int64_t inner) {
   choice.inner = inner;
   if (job.microbatches > 1 && job.plain_loop && !job.keeps_accumulation)
     choice.accumulation = KeepsOver(choice) ? Accumulation::kRestLastKept : Accumulation::kRestLast;
   choice.accumulated = 0;
+  choice.rested = kAllUnits;
   return choice;
 }
 
@@ -141,7 +150,7 @@ void AddReshardMoves(const Job& job, const Choice& from, std::vector<Choice>& mo
   const auto units = static_cast<std::int32_t>(from.units.size());
   const std::int32_t kept = std::min(from.kept, units);
   add([](Choice& c) { c.kept = 0; });
-  add([](Choice& c) { c.kept = kAll; });
+  add([](Choice& c) { c.kept = kAllUnits; });
   add([](Choice& c) { c.root_freed = !c.root_freed; });
   for (std::int32_t step = 1; step <= units; step *= 2) {
     if (kept + step < units) add([&](Choice& c) { c.kept = kept + step; });
@@ -149,6 +158,9 @@ void AddReshardMoves(const Job& job, const Choice& from, std::vector<Choice>& mo
   }
   add([](Choice& c) { c.part = 0; });
   for (const std::int64_t part : Parts(job)) add([&](Choice& c) { c.part = part; });
+  if (from.part <= 1) return;
+  for (const std::int32_t count : CountsBeside(from.parted, units - kept))
+    add([&](Choice& c) { c.parted = count; });
 }
 
 void AddCheckpointMoves(const Job& job, const OptimizeOptions& options, const Choice& from,
@@ -198,13 +210,19 @@ void AddAccumulationMoves(const Job& job, const Choice& from, std::vector<Choice
     moves.back().accumulation = accumulation;
   }
   const auto units = static_cast<std::int32_t>(from.units.size());
-  for (std::int32_t step = 1; step <= units; step *= 2) {
-    for (const std::int32_t count : {from.accumulated - step, from.accumulated + step}) {
-      Choice next = from;
-      next.accumulated = std::clamp(count, 0, units);
-      next = Effective(job, std::move(next));
-      if (next.accumulated != Effective(job, from).accumulated) moves.push_back(std::move(next));
-    }
+  const auto add = [&](Choice next) {
+    next = Effective(job, std::move(next));
+    if (next != Effective(job, from)) moves.push_back(std::move(next));
+  };
+  for (const std::int32_t count : CountsBeside(from.accumulated, units)) {
+    Choice next = from;
+    next.accumulated = count;
+    add(std::move(next));
+  }
+  for (const std::int32_t count : CountsBeside(from.rested, units)) {
+    Choice next = from;
+    next.rested = count;
+    add(std::move(next));
   }
 }
 
@@ -350,7 +368,7 @@ std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options) {
         Choice choice = Titan(job);
         choice.units = UnitsOfBlocks(job.chain, size, ends);
         works.push_back(choice);
-        choice.kept = kAll;
+        choice.kept = kAllUnits;
         works.push_back(choice);
         if (const std::int64_t part = NodePart(job); part > 0) {
           choice.kept = Titan(job).kept;
@@ -388,6 +406,29 @@ std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid) {
     if (std::ranges::find(choices, next) == choices.end()) choices.push_back(std::move(next));
   }
   return choices;
+}
+
+std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options) {
+  if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation || job.keeps_units) return {};
+  if (!options.may_change_policy && job.strategy.policy == "fsdp1") return {};
+  std::vector<Choice> waiting;
+  for (const std::int32_t size : {1, 2}) {
+    Choice base{.units = UnitsOfBlocks(job.chain, size, Ends::kOwn)};
+    if (options.may_checkpoint && !job.keeps_checkpoint) base.recomputed = job.chain.blocks;
+    base.even = !job.even_dims.empty() && !job.keeps_layout;
+    const Choice in_levels = MayReduceInTwoLevels(job) ? InTwoLevels(job, base, NodePart(job)) : base;
+    for (const bool parts : {true, false}) {
+      if (parts && (job.keeps_reshard || base.even || NodePart(job) < 2)) continue;
+      for (const bool rest : {true, false}) {
+        Choice choice = rest ? in_levels : base;
+        if (rest ? !HasRest(job, choice) : !parts) continue;
+        if (parts) choice.part = NodePart(job);
+        choice.accumulation = rest ? Accumulation::kRestLastKept : Accumulation::kEachKept;
+        waiting.push_back(std::move(choice));
+      }
+    }
+  }
+  return waiting;
 }
 
 std::vector<Choice> Orders(const Job& job, const Choice& choice) {

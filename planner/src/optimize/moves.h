@@ -23,6 +23,10 @@ std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& option
 std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options);
 // Those of the grid that recompute nothing, with reductions in two levels, the first within a node.
 std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid);
+// Of several micro-batches, where memory is short: whole blocks recomputed, gradients that wait half reduced
+// and parameters that are kept on the ranks of a node, or either of them, of all units. Of how many is left
+// open.
+std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options);
 // Every cut of a small model into units, and every number of them kept: what a climb may miss. None where
 // those are more than a few hundred.
 std::vector<Choice> AllOfSmall(const Job& job, const OptimizeOptions& options);

@@ -131,8 +131,41 @@ void Search::TryWholeGrid(const std::vector<Choice>& grid) {
   }
 }
 
+// Fewer units that are kept, or that wait, make room for more that wait, or are kept.
+void Search::TryTrades(const Choice& best) {
+  if (job_.microbatches < 2 || job_.keeps_units || best.fsdp1) return;
+  const std::array counts = {&Choice::kept, &Choice::parted, &Choice::rested, &Choice::accumulated};
+  const Choice from = Effective(job_, best);
+  const auto units = static_cast<std::int32_t>(from.units.size());
+  for (const auto take : counts) {
+    std::vector<Choice> given;
+    for (const auto give : counts) {
+      const std::int32_t count = std::min(from.*give, units);
+      if (give == take || count == 0) continue;
+      for (const std::int32_t less : {count, count - count / 2, 1}) {
+        Choice next = from;
+        next.*give = count - less;
+        if (std::ranges::find(given, next) == given.end()) given.push_back(std::move(next));
+      }
+    }
+    Choice most = from;
+    most.*take = units;
+    if (Effective(job_, most) == from) continue;  // it is of no effect, or of all units already
+    ConsiderMost(given, take);
+  }
+}
+
 // One class of decisions after the other, until none of them has anything better.
 void Search::Climb() {
+  while (best_ && !evaluator_.Ended()) {
+    ClimbByMoves();
+    const Choice from = best_->choice;
+    if (fits_) TryTrades(from);
+    if (best_->choice == from) return;
+  }
+}
+
+void Search::ClimbByMoves() {
   for (int still = 0, move_class = 0; best_ && still < kMoveClasses && !evaluator_.Ended();
        move_class = (move_class + 1) % kMoveClasses) {
     const Choice from = best_->choice;
@@ -213,43 +246,84 @@ void Search::TryRecomputationBeside(const Choice best) {
   }
 }
 
-// Of each, as many units kept as the budget allows, and what is next to that.
-std::vector<Choice> Search::KeepingMost(std::vector<Choice> choices) {
-  struct Count {
-    std::int32_t fits = -1, over = 0;
-  };
-  std::vector<Count> counts;
-  for (const Choice& choice : choices)
-    counts.push_back({-1, static_cast<std::int32_t>(choice.units.size()) + 1});
+// Of each, so many units as the budget allows by what is pooled. What was tried on the way; `most`: the
+// counts.
+std::vector<Choice> Search::WithMost(std::vector<Choice> choices, std::int32_t Choice::*count,
+                                     std::vector<std::int32_t>& most) {
+  most.assign(choices.size(), -1);
+  std::vector<std::int32_t> over;
+  for (const Choice& choice : choices) over.push_back(static_cast<std::int32_t>(choice.units.size()) + 1);
   std::vector<Choice> tried;
   constexpr int kRounds = 7;
   for (int round = 0; round < kRounds; ++round) {
     std::vector<Choice> asked;
     std::vector<std::size_t> of;
     for (std::size_t i = 0; i < choices.size(); ++i) {
-      if (counts[i].fits + 1 >= counts[i].over) continue;
-      // First what is kept already.
-      const std::int32_t middle = (counts[i].fits + counts[i].over) / 2;
-      choices[i].kept = round == 0 ? std::clamp(choices[i].kept, 0, counts[i].over - 1) : middle;
+      if (most[i] + 1 >= over[i]) continue;
+      // First what is there already.
+      choices[i].*count =
+          round == 0 ? std::clamp(choices[i].*count, 0, over[i] - 1) : (most[i] + over[i]) / 2;
       asked.push_back(choices[i]);
       of.push_back(i);
     }
     const std::vector<Evaluation> evaluations = evaluator_.Evaluate(asked);
     for (std::size_t i = 0; i < asked.size(); ++i) {
       const bool fits = evaluations[i].planned && !evaluations[i].over;
-      (fits ? counts[of[i]].fits : counts[of[i]].over) = asked[i].kept;
+      (fits ? most : over)[of[i]] = asked[i].*count;
     }
     tried.insert(tried.end(), asked.begin(), asked.end());
   }
+  return tried;
+}
+
+std::vector<Choice> Search::KeepingMost(std::vector<Choice> choices) {
+  std::vector<std::int32_t> most;
+  std::vector<Choice> tried = WithMost(choices, &Choice::kept, most);
   for (std::size_t i = 0; i < choices.size(); ++i) {
     // What is reserved is more than what is pooled.
     for (const std::int32_t less : {1, 2}) {
-      if (counts[i].fits < less) continue;
+      if (most[i] < less) continue;
       tried.push_back(choices[i]);
-      tried.back().kept = counts[i].fits - less;
+      tried.back().kept = most[i] - less;
     }
   }
   return tried;
+}
+
+// The same by what is reserved, where that may be faster than the best: more units should make a step
+// shorter.
+void Search::ConsiderMost(const std::vector<Choice>& choices, std::int32_t Choice::*count) {
+  std::vector<std::int32_t> most;
+  Consider(WithMost(choices, count, most));
+  for (std::size_t i = 0; i < choices.size(); ++i) {
+    Choice choice = choices[i];
+    std::int32_t fits = -1, over = most[i] + 1;
+    while (fits + 1 < over) {
+      choice.*count = over == most[i] + 1 ? most[i] : (fits + over) / 2;
+      const Evaluation e = evaluator_.Evaluate({choice}).front();
+      if (!e.planned || (fits_ && e.step_ns >= best_->evaluation.step_ns)) break;
+      (!e.over && evaluator_.Fits(choice) ? fits : over) = choice.*count;
+      Consider({choice});
+    }
+  }
+}
+
+// What waits, and what is kept, for the next micro-batch: of as many units as the budget allows, first the
+// one and then the other.
+void Search::TryWaiting() {
+  for (const Choice& all : Waiting(job_, options_)) {
+    using Count = std::int32_t Choice::*;
+    for (const auto& [first, second] :
+         {std::pair<Count, Count>(&Choice::parted, &Choice::rested), {&Choice::rested, &Choice::parted}}) {
+      Choice none = all;
+      none.*second = 0;
+      std::vector<std::int32_t> most;
+      Consider(WithMost({none}, first, most));
+      if (most.front() < 0) continue;
+      none.*first = most.front();
+      ConsiderMost({none}, second);
+    }
+  }
 }
 
 // The most promising that is known and was not climbed from: the fastest that pools no more than the budget.
@@ -302,6 +376,7 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   TryRecomputation(beginnings);
   Consider(RecomputingOf(grid));
   if (!fits_) Consider(Frugal(job_, options_));
+  TryWaiting();
   std::set<Choice> tried;
   for (int climb = 0; climb < kClimbs && best_ && !evaluator_.Ended(); ++climb) {
     if (climb > 0 && evaluator_.evaluations() >= kEnough) break;

@@ -40,7 +40,11 @@ class Search {
   void TryRecomputationOf(const Choice& fastest, std::int64_t part);
   void FitRecomputationOf(const Choice& from);
   void TryRecomputationBeside(Choice best);
+  std::vector<Choice> WithMost(std::vector<Choice> choices, std::int32_t Choice::*count,
+                               std::vector<std::int32_t>& most);
   std::vector<Choice> KeepingMost(std::vector<Choice> choices);
+  void ConsiderMost(const std::vector<Choice>& choices, std::int32_t Choice::*count);
+  void TryWaiting();
   std::vector<Choice> RecomputingOf(const std::vector<Choice>& grid) const;
   void TryOrders(const std::vector<Choice>& grid, Effort effort = Effort::kPromising);
   const Evaluation* Known(const Choice& choice) const;
@@ -49,6 +53,8 @@ class Search {
   bool IsOverInAnyOrder(const Choice& work) const;
   void TryWholeGrid(const std::vector<Choice>& grid);
   void Climb();
+  void ClimbByMoves();
+  void TryTrades(const Choice& best);
   std::optional<Found> Next(const std::set<Choice>& tried) const;
 
   Evaluator& evaluator_;

@@ -169,8 +169,8 @@ std::int64_t UnitModel::Run(const std::vector<Piece>& compute, const std::vector
   return now_ns;
 }
 
-std::int32_t UnitModel::KeptFrom(const Choice& from) const {
-  std::int32_t at = modules_, left = from.kept;
+std::int32_t UnitModel::BeginOfLast(const Choice& from, std::int32_t count) const {
+  std::int32_t at = modules_, left = count;
   for (auto unit = from.units.rbegin(); unit != from.units.rend() && left > 0; ++unit) {
     at -= std::abs(*unit);
     if (*unit > 0) --left;
@@ -182,14 +182,16 @@ std::int64_t UnitModel::StepOf(const std::vector<std::int32_t>& units, const Cho
   std::vector<std::int32_t> ends = {0};
   for (const std::int32_t size : units) ends.push_back(std::min(ends.back() + std::abs(size), modules_));
   const auto count = static_cast<std::int32_t>(units.size());
-  const std::int32_t ahead = std::max(from.prefetch, 1), kept_from = KeptFrom(from);
+  const std::int32_t ahead = std::max(from.prefetch, 1), kept_from = BeginOfLast(from, from.kept);
   const auto copied = [&](std::int32_t u, const std::vector<std::int64_t>& bytes) {
     return ((bytes[ends[u + 1]] - bytes[ends[u]]) >> 20) * copied_per_mib_ns_;
   };
-  const Table* again = &gather_;
+  const Table* part = &gather_;
   for (const auto& [ranks, table] : parts_) {
-    if (from.part == ranks) again = &table;
+    if (from.part == ranks) part = &table;
   }
+  const bool all_parted = from.parted == kAllUnits || from.kept >= modules_;
+  const std::int32_t part_from = all_parted ? 0 : BeginOfLast(from, from.kept + from.parted);
   std::vector<Piece> compute, link;
   for (std::int32_t u = 0; u < count; ++u) {
     link.push_back({At(gather_, ends[u], ends[u + 1]), u - ahead - 1});
@@ -204,7 +206,8 @@ std::int64_t UnitModel::StepOf(const std::vector<std::int32_t>& units, const Cho
       if (kept(next)) continue;
       gathered[next] = static_cast<std::int32_t>(link.size());
       // Issued when the unit so many before it has begun, which is when the one before that is done.
-      link.push_back({At(*again, ends[next], ends[next + 1]), count + (count - 1 - u) - 1});
+      const Table& again = ends[next] >= part_from ? *part : gather_;
+      link.push_back({At(again, ends[next], ends[next + 1]), count + (count - 1 - u) - 1});
     }
     std::int64_t work = backward_ns_[ends[u + 1]] - backward_ns_[ends[u]] + copied(u, reduced_bytes_);
     if (recomputes) work += forward_ns_[ends[u + 1]] - forward_ns_[ends[u]];
@@ -254,7 +257,7 @@ std::vector<Choice> UnitModel::BestCuts(const Choice& from, std::size_t most) co
     std::int64_t step_ns = 0;
     Choice choice = from;
     choice.units = Improved(std::move(even), from, step_ns);
-    const std::int32_t kept_from = KeptFrom(from);
+    const std::int32_t kept_from = BeginOfLast(from, from.kept);
     std::int32_t begin = 0;
     choice.kept = 0;
     for (const std::int32_t size : choice.units) {

@@ -48,7 +48,7 @@ class UnitModel {
   std::int64_t Run(const std::vector<Piece>& compute, const std::vector<Piece>& link) const;
   std::vector<std::int32_t> Improved(std::vector<std::int32_t> units, const Choice& from,
                                      std::int64_t& step_ns) const;
-  std::int32_t KeptFrom(const Choice& from) const;
+  std::int32_t BeginOfLast(const Choice& from, std::int32_t count) const;
 
   Cluster cluster_;
   std::int32_t modules_ = 0;
