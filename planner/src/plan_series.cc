@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "passes/checkpointing.h"
 #include "pipeline.h"
 #include "shardplan/schemas/cluster_check.h"
 #include "shardplan/schemas/trace_check.h"
@@ -36,14 +37,16 @@ PlanSeries::PlanSeries(const Trace& trace, const Cluster& cluster)
 
 Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
     const std::optional<CheckpointRule>& rule) const {
-  constexpr std::size_t kMostKept = 12;
+  constexpr std::size_t kMostKept = 32;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [of, known] : recomputing_) {
-      if (of == rule) return known;
+    const auto known = std::ranges::find(recomputing_, rule, [](const auto& entry) { return entry.first; });
+    if (known != recomputing_.end()) {
+      std::rotate(known, known + 1, recomputing_.end());  // the one that was asked for last is the last
+      return recomputing_.back().second;
     }
   }
-  Result<Trace> made = rule ? ApplyCheckpointing(trace_, *rule) : trace_;
+  Result<Trace> made = rule ? CheckpointChecked(trace_, *index_, *rule) : trace_;
   if (!made) return std::unexpected(std::move(made.error()));
   // What operators read and write is looked at where ties are split, and nowhere behind.
   const bool tied =
@@ -56,7 +59,7 @@ Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
   }
   auto trace = std::make_shared<const Trace>(*std::move(made));
   const std::lock_guard lock(mutex_);
-  if (recomputing_.size() >= kMostKept) recomputing_.clear();
+  if (recomputing_.size() >= kMostKept) recomputing_.erase(recomputing_.begin());
   recomputing_.emplace_back(rule, trace);
   return trace;
 }

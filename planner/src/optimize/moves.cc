@@ -431,6 +431,22 @@ std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options) {
   return waiting;
 }
 
+std::vector<Choice> OtherLoops(const Job& job, const Choice& from) {
+  std::vector<Choice> others;
+  for (const Accumulation accumulation : Accumulations(job, from)) {
+    others.push_back(from);
+    others.back().accumulation = accumulation;
+  }
+  AddReductionMoves(job, from, others);
+  if (!job.keeps_reshard) {
+    others.push_back(from);
+    others.back().part = from.part > 1 ? 0 : NodePart(job);
+  }
+  for (Choice& other : others) other = Effective(job, std::move(other));
+  std::erase(others, Effective(job, from));
+  return others;
+}
+
 std::vector<Choice> Orders(const Job& job, const Choice& choice) {
   std::vector<Choice> orders;
   if (job.keeps_prefetch) return orders;

@@ -131,14 +131,15 @@ void Search::TryWholeGrid(const std::vector<Choice>& grid) {
   }
 }
 
-// Fewer units that are kept, or that wait, make room for more that wait, or are kept.
+// Fewer units that are kept, or that wait, make room for more that wait, or are kept; and with another loop
+// there is room for others.
 void Search::TryTrades(const Choice& best) {
   if (job_.microbatches < 2 || job_.keeps_units || best.fsdp1) return;
   const std::array counts = {&Choice::kept, &Choice::parted, &Choice::rested, &Choice::accumulated};
   const Choice from = Effective(job_, best);
   const auto units = static_cast<std::int32_t>(from.units.size());
   for (const auto take : counts) {
-    std::vector<Choice> given;
+    std::vector<Choice> given = OtherLoops(job_, from);
     for (const auto give : counts) {
       const std::int32_t count = std::min(from.*give, units);
       if (give == take || count == 0) continue;
@@ -148,9 +149,6 @@ void Search::TryTrades(const Choice& best) {
         if (std::ranges::find(given, next) == given.end()) given.push_back(std::move(next));
       }
     }
-    Choice most = from;
-    most.*take = units;
-    if (Effective(job_, most) == from) continue;  // it is of no effect, or of all units already
     ConsiderMost(given, take);
   }
 }
@@ -301,8 +299,9 @@ void Search::ConsiderMost(const std::vector<Choice>& choices, std::int32_t Choic
     while (fits + 1 < over) {
       choice.*count = over == most[i] + 1 ? most[i] : (fits + over) / 2;
       const Evaluation e = evaluator_.Evaluate({choice}).front();
-      if (!e.planned || (fits_ && e.step_ns >= best_->evaluation.step_ns)) break;
-      (!e.over && evaluator_.Fits(choice) ? fits : over) = choice.*count;
+      const bool slower = fits_ && e.step_ns >= best_->evaluation.step_ns;
+      if (!e.planned || (slower && choice.*count == most[i])) break;
+      (slower || (!e.over && evaluator_.Fits(choice)) ? fits : over) = choice.*count;
       Consider({choice});
     }
   }
@@ -313,8 +312,10 @@ void Search::ConsiderMost(const std::vector<Choice>& choices, std::int32_t Choic
 void Search::TryWaiting() {
   for (const Choice& all : Waiting(job_, options_)) {
     using Count = std::int32_t Choice::*;
+    const bool rest = Effective(job_, all).accumulation == Accumulation::kRestLastKept;
+    const Count waits = rest ? &Choice::rested : &Choice::accumulated;
     for (const auto& [first, second] :
-         {std::pair<Count, Count>(&Choice::parted, &Choice::rested), {&Choice::rested, &Choice::parted}}) {
+         {std::pair<Count, Count>(&Choice::parted, waits), {waits, &Choice::parted}}) {
       Choice none = all;
       none.*second = 0;
       std::vector<std::int32_t> most;

@@ -20,6 +20,8 @@
 // operators of the region made, temporaries too. The recomputation takes that from where it is kept in place
 // of running the operator; what nobody saved then dies where it died in the forward. What an early stop
 // leaves untaken goes with the region's inputs.
+#include "passes/checkpointing.h"
+
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -38,8 +40,8 @@ namespace {
 
 class Checkpointer {
  public:
-  Checkpointer(const Trace& trace, ModelIndex index, const CheckpointRule& rule)
-      : trace_(trace), index_(std::move(index)), rule_(rule), result_(trace) {}
+  Checkpointer(const Trace& trace, const ModelIndex& index, const CheckpointRule& rule)
+      : trace_(trace), index_(index), rule_(rule), result_(trace) {}
 
   Result<Trace> Run() {
     if (Status s = MatchRule(); !s) return std::unexpected(s.error());
@@ -357,7 +359,7 @@ class Checkpointer {
   }
 
   const Trace& trace_;
-  ModelIndex index_;
+  const ModelIndex& index_;
   const CheckpointRule& rule_;
   Trace result_;
   std::vector<bool> checkpointed_;  // by canonical module
@@ -370,7 +372,11 @@ class Checkpointer {
 
 Result<Trace> ApplyCheckpointing(const Trace& trace, const CheckpointRule& rule) {
   if (Status status = CheckTrace(trace); !status) return std::unexpected(std::move(status.error()));
-  return Checkpointer(trace, MakeModelIndex(trace), rule).Run();
+  return CheckpointChecked(trace, MakeModelIndex(trace), rule);
+}
+
+Result<Trace> CheckpointChecked(const Trace& trace, const ModelIndex& index, const CheckpointRule& rule) {
+  return Checkpointer(trace, index, rule).Run();
 }
 
 }  // namespace shardplan
