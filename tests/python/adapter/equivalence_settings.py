@@ -132,21 +132,6 @@ CASES = [
     case("two_levels", ranks=4, fsdp2={"inner_reduce_ranks": 2}, tolerance=1e-4),
     case("two_levels_bf16", ranks=4, fsdp2={"inner_reduce_ranks": 2}, mixed_precision=BF16, clip=0.05, tolerance=1e-2),
     case("two_levels_each", ranks=4, fsdp2={"inner_reduce_ranks": 2}, program=[[*micro(0), *micro(1), *END]], tolerance=1e-4),
-    case(
-        "two_levels_of_one_unit_at_the_end",
-        ranks=4,
-        fsdp2={"inner_reduce_ranks": 2},
-        program=[
-            [
-                setter("set_requires_all_reduce", False, "layers.1"),
-                *micro(0),
-                setter("set_requires_all_reduce", True, "layers.1"),
-                *micro(1),
-                *END,
-            ]
-        ],
-        tolerance=1e-4,
-    ),
     case("accumulate_without_communication", program=accumulation()),
     case("accumulate_without_communication_bf16", mixed_precision=BF16, program=accumulation()),
     case("accumulate_with_communication", program=[[*micro(0), *micro(1), *END]]),

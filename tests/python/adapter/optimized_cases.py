@@ -35,6 +35,7 @@ class Job:
     flags: tuple[str, ...] = ()
     checkpoint: dict | None = None  # what stays as it is given
     levels: int = 0  # gradients are reduced over so many ranks in each micro-batch, and over the others in the last
+    waits: str = ""  # ... of this module's unit only; the others' gradients are reduced in each
     # Gradients of micro-batches are summed before the ranks' sum and not behind it: other roundings.
     tolerance: float = 0.0
 
@@ -57,12 +58,13 @@ class Job:
         if self.levels:
             strategy["fsdp2"] = {"inner_reduce_ranks": self.levels}
             ((*passes, step, zero),) = strategy["program"]
-            first, last = ({"call": "module", "method": "set_requires_all_reduce", "module": "", "value": value} for value in (False, True))
+            setter = {"call": "module", "method": "set_requires_all_reduce", "module": self.waits, "recurse": not self.waits}
+            first, last = ({**setter, "value": value} for value in (False, True))
             strategy["program"] = [[first, *passes[:-2], last, *passes[-2:], step, zero]]
         return strategy
 
     def fixed(self) -> list[str]:
-        return [*(["checkpoint"] if self.checkpoint else []), *(["reduction", "accumulation"] if self.levels else [])]
+        return [*(["checkpoint"] if self.checkpoint else []), *(["reduction", "accumulation"] if self.levels else []), *(["units"] if self.waits else [])]
 
     def case(self, strategy: dict) -> Case:
         ranks = 1
@@ -80,6 +82,7 @@ JOBS = [
     Job("gpt_keeps_products", "gpt", checkpoint={"modules": ["blocks.0", "blocks.1.attention", "blocks.2.attention"], "save": [{"name": "aten.addmm", "recompute_every": 2}]}),
     Job("mlp_accumulates", "mlp", microbatches=3, tolerance=1e-4),
     Job("mlp_accumulates_in_two_levels", "mlp", microbatches=3, mesh=(("shard", 4),), levels=2, tolerance=1e-4),
+    Job("mlp_accumulates_one_unit_in_two_levels", "mlp", microbatches=3, mesh=(("shard", 4),), levels=2, waits="layers.1", tolerance=1e-4),
     Job("gpt_replicas", "gpt", mesh=HYBRID),
     Job("gpt_replicas_recompute", "gpt", mesh=HYBRID, flags=("--allow", "checkpoint")),
     Job("mlp_replicas_accumulate", "mlp", microbatches=3, mesh=HYBRID, tolerance=1e-4),
