@@ -431,8 +431,12 @@ std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options) {
   return waiting;
 }
 
-std::vector<Choice> OtherLoops(const Job& job, const Choice& from) {
+std::vector<Choice> OtherRoom(const Job& job, const Choice& from) {
   std::vector<Choice> others;
+  for (const Choice& order : Orders(job, from)) {
+    if (order.prefetch == from.prefetch) others.push_back(order);
+  }
+  if (job.microbatches < 2) return others;
   for (const Accumulation accumulation : Accumulations(job, from)) {
     others.push_back(from);
     others.back().accumulation = accumulation;

@@ -131,15 +131,16 @@ void Search::TryWholeGrid(const std::vector<Choice>& grid) {
   }
 }
 
-// Fewer units that are kept, or that wait, make room for more that wait, or are kept; and with another loop
-// there is room for others.
+// Fewer units that are kept, or that wait, make room for more that wait, or are kept; and with another loop,
+// or other reductions in flight, there is other room.
 void Search::TryTrades(const Choice& best) {
-  if (job_.microbatches < 2 || job_.keeps_units || best.fsdp1) return;
-  const std::array counts = {&Choice::kept, &Choice::parted, &Choice::rested, &Choice::accumulated};
+  if (job_.keeps_units || best.fsdp1) return;
+  std::vector<std::int32_t Choice::*> counts = {&Choice::kept};
+  if (job_.microbatches > 1) counts = {&Choice::kept, &Choice::parted, &Choice::rested, &Choice::accumulated};
   const Choice from = Effective(job_, best);
   const auto units = static_cast<std::int32_t>(from.units.size());
   for (const auto take : counts) {
-    std::vector<Choice> given = OtherLoops(job_, from);
+    std::vector<Choice> given = OtherRoom(job_, from);
     for (const auto give : counts) {
       const std::int32_t count = std::min(from.*give, units);
       if (give == take || count == 0) continue;
