@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "passes/await_copies.h"
+#include "passes/checkpointing.h"
 #include "passes/describe.h"
 #include "passes/dump.h"
 #include "passes/fuse_operators.h"
@@ -97,7 +98,8 @@ Result<PlacedProgram> PlaceEventsOfLibrary(const Task& task, const Made& made) {
 
 Result<RewrittenTrace> RunApplyCheckpointing(const Task& task, Made& made) {
   if (!task.strategy.checkpoint) return nullptr;
-  Result<Trace> trace = ApplyCheckpointing(TraceOf(task, made), *task.strategy.checkpoint);
+  const Trace& plain = TraceOf(task, made);
+  Result<Trace> trace = CheckpointChecked(plain, MakeModelIndex(plain), *task.strategy.checkpoint);
   if (!trace) return std::unexpected(std::move(trace.error()));
   return Shared(*std::move(trace));
 }

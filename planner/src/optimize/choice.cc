@@ -46,6 +46,9 @@ ModuleCall Set(std::string method, bool value, std::string module = {}, bool rec
   return {.method = std::move(method), .module = std::move(module), .value = value, .recurse = recurse};
 }
 
+bool ReducesOnce(const Choice& choice) {
+  return choice.accumulation == Accumulation::kLast || choice.accumulation == Accumulation::kLastKept;
+}
 bool LeavesRest(const Choice& choice) {
   return choice.accumulation == Accumulation::kRestLast || choice.accumulation == Accumulation::kRestLastKept;
 }
@@ -75,8 +78,7 @@ void SetOfLast(const Strategy& strategy, const Choice& choice, std::int32_t coun
 
 // The last units wait for the last micro-batch, whatever the others do.
 void SetReductions(const Strategy& strategy, const Choice& choice, bool last, StepProgram& step) {
-  if (choice.accumulation == Accumulation::kLast || choice.accumulation == Accumulation::kLastKept)
-    step.push_back(Set("set_requires_gradient_sync", last));
+  if (ReducesOnce(choice)) step.push_back(Set("set_requires_gradient_sync", last));
   SetOfLast(strategy, choice, choice.accumulated, "set_requires_gradient_sync", last, step);
   if (!LeavesRest(choice)) return;
   if (choice.rested == kAllUnits) {
@@ -87,7 +89,7 @@ void SetReductions(const Strategy& strategy, const Choice& choice, bool last, St
 }
 
 void WriteLoop(const Job& job, const Choice& choice, Strategy& strategy) {
-  if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation) return;
+  if (!DecidesAccumulation(job)) return;
   StepProgram step;
   for (std::int32_t m = 0; m < job.microbatches; ++m) {
     const bool last = m + 1 == job.microbatches;
@@ -195,7 +197,7 @@ std::string PrefetchText(const Job& job, const Choice& choice) {
 }
 
 std::string AccumulationText(const Job& job, const Choice& choice) {
-  if (job.keeps_accumulation || job.microbatches < 2 || !job.plain_loop) return "as given";
+  if (!DecidesAccumulation(job)) return "as given";
   if (const std::int32_t accumulated = Effective(job, choice).accumulated; accumulated > 0) {
     Choice others = choice;
     others.accumulated = 0;
@@ -274,6 +276,10 @@ std::string LayoutText(const Job& job, const Choice& choice) {
 }
 
 }  // namespace
+
+bool DecidesAccumulation(const Job& job) {
+  return job.microbatches > 1 && job.plain_loop && !job.keeps_accumulation;
+}
 
 bool KeepsOver(const Choice& choice) {
   return !choice.fsdp1 &&
@@ -386,12 +392,10 @@ Choice Effective(const Job& job, Choice choice) {
   if (!LeavesRest(choice) || job.keeps_units || choice.rested >= UnitCount(choice))
     choice.rested = none.rested;
   choice.even = choice.even && !choice.fsdp1 && !job.even_dims.empty() && !job.keeps_layout;
-  const bool in_each =
-      choice.accumulation != Accumulation::kLast && choice.accumulation != Accumulation::kLastKept;
   const bool may_accumulate =
-      !choice.fsdp1 && job.microbatches > 1 && job.plain_loop && !job.keeps_accumulation && !job.keeps_units;
+      !choice.fsdp1 && DecidesAccumulation(job) && !job.keeps_units && !ReducesOnce(choice);
   choice.accumulated =
-      in_each && may_accumulate ? std::clamp(choice.accumulated, 0, UnitCount(choice)) : none.accumulated;
+      may_accumulate ? std::clamp(choice.accumulated, 0, UnitCount(choice)) : none.accumulated;
   choice.recomputed = std::clamp(choice.recomputed, 0, job.chain.blocks);
   if (choice.recomputed == 0) {
     choice.children = std::move(choice.rest);

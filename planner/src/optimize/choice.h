@@ -66,6 +66,8 @@ struct Job {
        keeps_accumulation = false, keeps_layout = false, keeps_reduction = false;
 };
 
+// Whether the search says when gradients are reduced over micro-batches.
+bool DecidesAccumulation(const Job& job);
 // Whether what is kept after the forward is kept over micro-batches.
 bool KeepsOver(const Choice& choice);
 // Whether reductions have a level that may wait for the last micro-batch: the outer one, or the replicas'.

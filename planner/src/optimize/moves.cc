@@ -8,7 +8,7 @@ namespace shardplan::optimize {
 namespace {
 
 std::vector<Accumulation> Accumulations(const Job& job, const Choice& choice) {
-  if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation) return {Accumulation::kEach};
+  if (!DecidesAccumulation(job)) return {Accumulation::kEach};
   std::vector<Accumulation> all = {Accumulation::kEach, Accumulation::kEachKept, Accumulation::kLast,
                                    Accumulation::kLastKept};
   if (HasRest(job, choice)) {
@@ -41,7 +41,7 @@ std::vector<std::int32_t> CountsBeside(std::int32_t count, std::int32_t most) {
 // Reduced within a node in each micro-batch, and between nodes in the last.
 Choice InTwoLevels(const Job& job, Choice choice, std::int64_t inner) {
   choice.inner = inner;
-  if (job.microbatches > 1 && job.plain_loop && !job.keeps_accumulation)
+  if (DecidesAccumulation(job))
     choice.accumulation = KeepsOver(choice) ? Accumulation::kRestLastKept : Accumulation::kRestLast;
   choice.accumulated = 0;
   choice.rested = kAllUnits;
@@ -65,6 +65,10 @@ bool MayReduceInTwoLevels(const Job& job) {
 std::vector<bool> Policies(const Job& job, const OptimizeOptions& options) {
   if (options.may_change_policy) return {false, true};
   return {job.strategy.policy == "fsdp1"};
+}
+
+bool MayBeFsdp2(const Job& job, const OptimizeOptions& options) {
+  return options.may_change_policy || job.strategy.policy != "fsdp1";
 }
 
 Choice Titan(const Job& job) {
@@ -214,15 +218,12 @@ void AddAccumulationMoves(const Job& job, const Choice& from, std::vector<Choice
     next = Effective(job, std::move(next));
     if (next != Effective(job, from)) moves.push_back(std::move(next));
   };
-  for (const std::int32_t count : CountsBeside(from.accumulated, units)) {
-    Choice next = from;
-    next.accumulated = count;
-    add(std::move(next));
-  }
-  for (const std::int32_t count : CountsBeside(from.rested, units)) {
-    Choice next = from;
-    next.rested = count;
-    add(std::move(next));
+  for (const auto waiting : {&Choice::accumulated, &Choice::rested}) {
+    for (const std::int32_t count : CountsBeside(from.*waiting, units)) {
+      Choice next = from;
+      next.*waiting = count;
+      add(std::move(next));
+    }
   }
 }
 
@@ -284,7 +285,7 @@ std::vector<std::vector<std::int32_t>> AllCuts(std::int32_t modules) {
 std::vector<Choice> AllOfSmall(const Job& job, const OptimizeOptions& options) {
   constexpr std::size_t kMostModules = 4, kFew = 700;
   if (job.keeps_units || job.keeps_reshard || job.chain.modules.size() > kMostModules) return {};
-  if (!options.may_change_policy && job.strategy.policy == "fsdp1") return {};
+  if (!MayBeFsdp2(job, options)) return {};
   std::vector<std::int64_t> parts = Parts(job);
   parts.insert(parts.begin(), 0);
   std::vector<Choice> all;
@@ -409,8 +410,7 @@ std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid) {
 }
 
 std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options) {
-  if (job.microbatches < 2 || !job.plain_loop || job.keeps_accumulation || job.keeps_units) return {};
-  if (!options.may_change_policy && job.strategy.policy == "fsdp1") return {};
+  if (!DecidesAccumulation(job) || job.keeps_units || !MayBeFsdp2(job, options)) return {};
   std::vector<Choice> waiting;
   for (const std::int32_t size : {1, 2}) {
     Choice base{.units = UnitsOfBlocks(job.chain, size, Ends::kOwn)};

@@ -27,9 +27,10 @@ std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid);
 // and parameters that are kept on the ranks of a node, or either of them, of all units. Of how many is left
 // open.
 std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options);
-// Of several micro-batches: another accumulation, reductions in one level or two, a smaller mesh or none,
-// with everything else as in `from`.
-std::vector<Choice> OtherLoops(const Job& job, const Choice& from);
+// What leaves other room for units that are kept: another number of inputs of reduce-scatters in flight, and
+// a communicator of their own. Of several micro-batches also another accumulation, reductions in one level or
+// two, a smaller mesh or none.
+std::vector<Choice> OtherRoom(const Job& job, const Choice& from);
 // Every cut of a small model into units, and every number of them kept: what a climb may miss. None where
 // those are more than a few hundred.
 std::vector<Choice> AllOfSmall(const Job& job, const OptimizeOptions& options);

@@ -139,8 +139,9 @@ void Search::TryTrades(const Choice& best) {
   if (job_.microbatches > 1) counts = {&Choice::kept, &Choice::parted, &Choice::rested, &Choice::accumulated};
   const Choice from = Effective(job_, best);
   const auto units = static_cast<std::int32_t>(from.units.size());
+  const std::vector<Choice> others = OtherRoom(job_, from);
   for (const auto take : counts) {
-    std::vector<Choice> given = OtherRoom(job_, from);
+    std::vector<Choice> given = others;
     for (const auto give : counts) {
       const std::int32_t count = std::min(from.*give, units);
       if (give == take || count == 0) continue;
@@ -297,12 +298,12 @@ void Search::ConsiderMost(const std::vector<Choice>& choices, std::int32_t Choic
   for (std::size_t i = 0; i < choices.size(); ++i) {
     Choice choice = choices[i];
     std::int32_t fits = -1, over = most[i] + 1;
-    while (fits + 1 < over) {
-      choice.*count = over == most[i] + 1 ? most[i] : (fits + over) / 2;
+    for (std::int32_t next = most[i]; fits + 1 < over; next = (fits + over) / 2) {
+      choice.*count = next;
       const Evaluation e = evaluator_.Evaluate({choice}).front();
       const bool slower = fits_ && e.step_ns >= best_->evaluation.step_ns;
-      if (!e.planned || (slower && choice.*count == most[i])) break;
-      (slower || (!e.over && evaluator_.Fits(choice)) ? fits : over) = choice.*count;
+      if (!e.planned || (slower && next == most[i])) break;
+      (slower || (!e.over && evaluator_.Fits(choice)) ? fits : over) = next;
       Consider({choice});
     }
   }
