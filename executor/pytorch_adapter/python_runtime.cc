@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "python_runtime.h"
 
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "binding/python_error.h"
 #include "python_lock.h"
+#include "shardplan/schemas/assert.h"
 
 namespace shardplan::python {
+namespace py = pybind11;
 namespace {
 
 void Warn(const std::string& text) {
@@ -51,6 +56,7 @@ PythonRuntime::~PythonRuntime() {
   at_next_step_ = {};
   on_left_ = {};
   explain_ = {};
+  activations_ = {};
   changes_.Clear();
   extensions_.Clear();
   const ReleaseGil no_gil;
@@ -128,6 +134,52 @@ Result<bool> PythonRuntime::MoveExtended(BufferId src, BufferId dst, StreamId st
     moved = extensions_.Move(src, dst);
   });
   return ran ? moved : std::unexpected(ran.error());
+}
+
+std::vector<at::Tensor> PythonRuntime::PartsOf(BufferId buffer) {
+  std::vector<at::Tensor> parts;
+  for (std::size_t p = 0; p < plan().buffers[buffer].parts_bytes.size(); ++p)
+    parts.push_back(device().Part(buffer, static_cast<std::int32_t>(p)));
+  return parts;
+}
+
+BufferId PythonRuntime::HostCopyOf(BufferId activation) const {
+  const auto found = std::ranges::find_if(plan().buffers, [&](const Buffer& buffer) {
+    return buffer.role == BufferRole::kActivationHost &&
+           buffer.storages == plan().buffers[activation].storages;
+  });
+  SHARDPLAN_ASSERT(found != plan().buffers.end(), "a copy to the host has a place there");
+  return static_cast<BufferId>(found - plan().buffers.begin());
+}
+
+Status PythonRuntime::TakeActivations(UnitId unit, BufferId buffer, std::int32_t) {
+  const InsidePython guards;
+  try {
+    const py::object taken = py::handle(activations_.get()).attr("take")(unit, PartsOf(HostCopyOf(buffer)));
+    return device().SetParts(buffer, taken.cast<std::vector<at::Tensor>>());
+  } catch (const py::error_already_set& error) {
+    return MakeError(ErrorCode::kBadInput, std::string("offloading activations: ") + error.what());
+  }
+}
+
+Status PythonRuntime::DropActivations(UnitId unit, BufferId buffer, std::int32_t) {
+  const InsidePython guards;
+  try {
+    py::handle(activations_.get()).attr("drop")(unit, PartsOf(HostCopyOf(buffer)));
+  } catch (const py::error_already_set& error) {
+    return MakeError(ErrorCode::kBadInput, std::string("offloading activations: ") + error.what());
+  }
+  return {};
+}
+
+Status PythonRuntime::GiveActivations(UnitId unit, BufferId buffer, std::int32_t) {
+  const InsidePython guards;
+  try {
+    py::handle(activations_.get()).attr("give")(unit, PartsOf(buffer));
+  } catch (const py::error_already_set& error) {
+    return MakeError(ErrorCode::kBadInput, std::string("bringing activations back: ") + error.what());
+  }
+  return {};
 }
 
 Status PythonRuntime::BindUnsharded(UnitId unit, BufferId buffer) {

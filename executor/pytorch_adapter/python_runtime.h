@@ -61,13 +61,22 @@ class PythonRuntime final : public executor::Runtime {
   // explain(unit): why the model may not pass a point of the unit, for people; "": unknown.
   void ExplainDeviations(PyRef explain) { explain_ = std::move(explain); }
 
+  // activations: take(unit, host) -> the storages that go to these parts in host memory, as tensors of
+  // bytes; drop(unit, host) when they are copied; give(unit, parts) when they are back.
+  void SetActivations(PyRef activations) { activations_ = std::move(activations); }
+
   // ---- executor::Model ----
+  Status TakeActivations(UnitId unit, BufferId buffer, std::int32_t microbatch) override;
+  Status DropActivations(UnitId unit, BufferId buffer, std::int32_t microbatch) override;
+  Status GiveActivations(UnitId unit, BufferId buffer, std::int32_t microbatch) override;
   Result<bool> MoveExtended(BufferId src, BufferId dst, StreamId stream) override;
   Status BindUnsharded(UnitId unit, BufferId buffer) override;
 
  private:
   void AdoptChanges() override { changes_.Adopt(); }
   std::string ExplainDeviation(UnitId unit) override;
+  std::vector<at::Tensor> PartsOf(BufferId buffer);
+  BufferId HostCopyOf(BufferId activation) const;
   PyRef HookAfterLastStep(PyObject* module);
 
   Extensions extensions_;
@@ -78,6 +87,7 @@ class PythonRuntime final : public executor::Runtime {
   PyRef on_left_;
   bool left_ = false;
   PyRef explain_;
+  PyRef activations_;  // null: the plan moves none
 };
 
 }  // namespace shardplan::python

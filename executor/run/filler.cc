@@ -137,13 +137,36 @@ void FillerModel::BeginStep(std::int32_t step) {
   }
 }
 
+at::Tensor& FillerModel::Activation(StorageId storage, std::int32_t microbatch) {
+  const auto m = static_cast<std::size_t>(microbatch);
+  if (activations_.size() <= m) activations_.resize(m + 1);
+  if (activations_[m].size() <= static_cast<std::size_t>(storage)) activations_[m].resize(storage + 1);
+  return activations_[m][storage];
+}
+
+Status FillerModel::TakeActivations(UnitId, BufferId buffer, std::int32_t microbatch) {
+  std::vector<at::Tensor> parts;
+  for (const StorageId storage : plan_.buffers[buffer].storages)
+    parts.push_back(Activation(storage, microbatch));
+  return device_.SetParts(buffer, std::move(parts));
+}
+
+Status FillerModel::DropActivations(UnitId, BufferId buffer, std::int32_t microbatch) {
+  for (const StorageId storage : plan_.buffers[buffer].storages) Activation(storage, microbatch).reset();
+  return {};
+}
+
+Status FillerModel::GiveActivations(UnitId, BufferId buffer, std::int32_t microbatch) {
+  const std::vector<StorageId>& storages = plan_.buffers[buffer].storages;
+  for (std::size_t p = 0; p < storages.size(); ++p) {
+    Activation(storages[p], microbatch) = device_.Part(buffer, static_cast<std::int32_t>(p));
+  }
+  peak_.Look();
+  return {};
+}
+
 void FillerModel::AllocateOrFree(const SegmentEntry& entry, std::int32_t microbatch) {
-  const auto slot = [&](StorageId storage) -> at::Tensor& {
-    const auto m = static_cast<std::size_t>(microbatch);
-    if (activations_.size() <= m) activations_.resize(m + 1);
-    if (activations_[m].size() <= static_cast<std::size_t>(storage)) activations_[m].resize(storage + 1);
-    return activations_[m][storage];
-  };
+  const auto slot = [&](StorageId storage) -> at::Tensor& { return Activation(storage, microbatch); };
   if (const auto* allocate = std::get_if<AllocateEvent>(&entry)) {
     const std::int64_t bytes = allocate->size_bytes.value;
     if (allocate->role == StorageRole::kParameterGrad) {

@@ -40,6 +40,10 @@ class FillerModel final : public executor::Model {
   Status Compute(const executor::ComputeCall& call) override;
   Status TakeGradients(UnitId unit, BufferId buffer) override;
   Status DropGradients(UnitId unit, BufferId buffer, std::span<const std::int32_t> parts) override;
+  bool HoldsActivations() const override { return options_.activations; }
+  Status TakeActivations(UnitId unit, BufferId buffer, std::int32_t microbatch) override;
+  Status DropActivations(UnitId unit, BufferId buffer, std::int32_t microbatch) override;
+  Status GiveActivations(UnitId unit, BufferId buffer, std::int32_t microbatch) override;
   Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;
 
   // Time the filler was asked to take so far.
@@ -47,6 +51,7 @@ class FillerModel final : public executor::Model {
 
  private:
   at::Tensor New(std::int64_t numel, DType dtype);
+  at::Tensor& Activation(StorageId storage, std::int32_t microbatch);
   void AllocateOrFree(const SegmentEntry& entry, std::int32_t microbatch);
   void SettleGradients(const Segment& segment);
   at::Tensor& GradientOf(BufferId buffer, std::size_t part);

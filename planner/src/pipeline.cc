@@ -30,7 +30,7 @@ struct PipelinePass {
   std::string (*dump)(const Task&, const Made&);
 };
 
-constexpr std::array<PipelinePass, 14> kPasses = {{
+constexpr std::array<PipelinePass, 15> kPasses = {{
     {{"apply_checkpointing", "trace", ""}, Keeping<RunApplyCheckpointing>, TraceDump},
     {{"fuse_operators", "trace", ""}, Keeping<RunFuseOperators>, TraceDump},
     {{"choose_units", "units", "split_ties"}, Keeping<RunChooseUnits>, UnitsDump},
@@ -38,6 +38,7 @@ constexpr std::array<PipelinePass, 14> kPasses = {{
     {{"extend_gradients", "trace", ""}, Keeping<RunExtendGradients>, TraceDump},
     {{"join_tensors", "trace", ""}, Keeping<RunJoinTensors>, TraceDump},
     {{"record_order", "order", "place_events"}, Keeping<RunRecordOrder>, OrderDump},
+    {{"offload_activations", "order", ""}, Keeping<RunOffloadActivations>, OffloadsDump},
     {{"place_events", "plan", "describe"}, Keeping<RunPlaceEvents>, PlanDump},
     {{"await_copies", "plan", ""}, Keeping<RunAwaitCopies>, PlanDump},
     {{"build_graph", "graph", "linearise"}, Keeping<RunBuildGraph>, GraphDump},
@@ -58,6 +59,7 @@ void Put(std::optional<SplitTrace> split, Made& made) {
   made.units.partition = std::move(split->partition);
 }
 void Put(std::vector<RecordedStep> order, Made& made) { made.order = std::move(order); }
+void Put(ActivationOffloads offloads, Made& made) { made.offloads = std::move(offloads); }
 void Put(PlacedProgram placed, Made& made) {
   made.plan = std::move(placed.plan);
   made.possible_faults = std::move(placed.faults);

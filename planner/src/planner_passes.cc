@@ -75,7 +75,7 @@ Result<PlacedProgram> PlaceEventsOfLibrary(const Task& task, const Made& made) {
   };
   Result<PlacedProgram> placed;
   try {
-    placed = PlaceEvents(InputOf(task, made), task.policy, task.with_procedures);
+    placed = PlaceEvents(InputOf(task, made), task.policy, made.offloads, task.with_procedures);
   } catch (const std::bad_alloc&) {
     throw;
   } catch (const std::exception& error) {
@@ -141,9 +141,15 @@ Result<std::vector<RecordedStep>> RunRecordOrder(const Task& task, Made& made) {
                      task.policy.wraps_inputs);
 }
 
+Result<ActivationOffloads> RunOffloadActivations(const Task& task, Made& made) {
+  return OffloadActivations(TraceOf(task, made), *made.units.index, made.units.partition, task.strategy,
+                            made.order);
+}
+
 Result<PlacedProgram> RunPlaceEvents(const Task& task, Made& made) {
   if (task.own_policy != nullptr) return PlaceEventsOfLibrary(task, made);
-  Result<PlacedProgram> placed = PlaceEvents(InputOf(task, made), task.policy, task.with_procedures);
+  Result<PlacedProgram> placed =
+      PlaceEvents(InputOf(task, made), task.policy, made.offloads, task.with_procedures);
   if (!placed) return std::unexpected(OfTheModel(task, made, std::move(placed.error())));
   return placed;
 }
@@ -190,6 +196,9 @@ std::string UnitsDump(const Task& task, const Made& made) {
   return UnitsText(TraceOf(task, made), made.units.partition);
 }
 std::string OrderDump(const Task&, const Made& made) { return OrderText(made.units.partition, made.order); }
+std::string OffloadsDump(const Task& task, const Made& made) {
+  return OrderDump(task, made) + OffloadText(made.units.partition, made.offloads);
+}
 std::string PlanDump(const Task&, const Made& made) { return ToJson(made.plan); }
 std::string GraphDump(const Task&, const Made& made) {
   const std::int32_t steady = made.plan.steady_step;

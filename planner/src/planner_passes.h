@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "passes/offload_activations.h"
 #include "passes/place_events.h"
 #include "passes/record_order.h"
 #include "passes/schedule_graph.h"
@@ -47,6 +48,7 @@ struct Made {
   RewrittenTrace rewritten;
   ChosenUnits units;
   std::vector<RecordedStep> order;
+  ActivationOffloads offloads;
   Plan plan;
   std::vector<PyTorchFault> possible_faults;  // that the policy knows of
   std::vector<ScheduleGraph> graphs;          // by step
@@ -60,6 +62,7 @@ Result<std::optional<SplitTrace>> RunSplitTies(const Task& task, Made& made);
 Result<RewrittenTrace> RunExtendGradients(const Task& task, Made& made);
 Result<RewrittenTrace> RunJoinTensors(const Task& task, Made& made);
 Result<std::vector<RecordedStep>> RunRecordOrder(const Task& task, Made& made);
+Result<ActivationOffloads> RunOffloadActivations(const Task& task, Made& made);
 Result<PlacedProgram> RunPlaceEvents(const Task& task, Made& made);
 Result<Plan> RunAwaitCopies(const Task& task, Made& made);
 Result<std::vector<ScheduleGraph>> RunBuildGraph(const Task& task, Made& made);
@@ -73,6 +76,7 @@ Result<std::vector<std::string>> RunVerify(const Task& task, Made& made);
 std::string TraceDump(const Task& task, const Made& made);
 std::string UnitsDump(const Task& task, const Made& made);
 std::string OrderDump(const Task& task, const Made& made);
+std::string OffloadsDump(const Task& task, const Made& made);
 std::string PlanDump(const Task& task, const Made& made);
 std::string GraphDump(const Task& task, const Made& made);
 std::string FaultsDump(const Task& task, const Made& made);

@@ -215,8 +215,9 @@ TEST(StructureTest, PassesAreReportedInOrder) {
   };
   ASSERT_TRUE(MakePlan(LayeredTrace(2, 8, 8), {}, ClusterOf(2), {.on_pass = on_pass}));
   EXPECT_THAT(names, ElementsAre("apply_checkpointing", "fuse_operators", "choose_units", "split_ties",
-                                 "extend_gradients", "join_tensors", "record_order", "place_events",
-                                 "await_copies", "build_graph", "linearise", "describe", "digest", "verify"));
+                                 "extend_gradients", "join_tensors", "record_order", "offload_activations",
+                                 "place_events", "await_copies", "build_graph", "linearise", "describe",
+                                 "digest", "verify"));
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ TEST(Names, TablesEndWithTheLastEnumerator) {
   EXPECT_EQ(EnumName(MemoryKind::kHost), "host");
   EXPECT_EQ(EnumName(CollectiveKind::kAllReduce), "all_reduce");
   EXPECT_EQ(kEnumNames<InstructionKind>.size(), static_cast<std::size_t>(InstructionKind::kZeroGrad) + 1);
-  EXPECT_EQ(kEnumNames<BufferRole>.size(), static_cast<std::size_t>(BufferRole::kInnerReduceAccumulated) + 1);
+  EXPECT_EQ(kEnumNames<BufferRole>.size(), kBufferRoles);
   EXPECT_EQ(kEnumNames<SegmentPhase>.size(), static_cast<std::size_t>(SegmentPhase::kRecompute) + 1);
 }
 

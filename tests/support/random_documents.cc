@@ -378,6 +378,8 @@ Strategy RandomStrategy(std::uint64_t seed) {
     }
     if (rule.modules.empty()) rule.modules = {""};
   }
+  if (strategy.activation_offload && strategy.activation_offload->modules.empty())
+    strategy.activation_offload->modules = {"layers.*"};
   for (ModuleCall& call : strategy.setup) RepairCall(call);
   std::set<std::int32_t> ran;  // a backward is of what ran forward
   for (StepProgram& step : strategy.program) {

@@ -259,6 +259,12 @@ void BindRuntime(py::module_& module) {
             runtime.OnLeft(PyRef::Borrow(on_left.ptr()));
           },
           py::arg("on_left"))
+      .def(
+          "set_activations",
+          [](PythonRuntime& runtime, const py::object& activations) {
+            runtime.SetActivations(PyRef::Borrow(activations.ptr()));
+          },
+          py::arg("activations"))
       .def("optimizer_steps", &PythonRuntime::OptimizerSteps)
       .def("optimizer_stepped", &PythonRuntime::OptimizerStepped)
       .def("start_recording", &StartRecording, py::arg("warmup"), py::arg("steps"))

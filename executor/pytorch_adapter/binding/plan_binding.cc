@@ -154,6 +154,16 @@ void BindPlan(py::module_& module) {
             });
           },
           py::arg("unit"))
+      .def_property_readonly("activations",
+                             [](const Plan& plan) {
+                               std::map<UnitId, std::vector<std::int64_t>> parts;
+                               for (const Buffer& buffer : plan.buffers) {
+                                 if (buffer.role != BufferRole::kActivation) continue;
+                                 for (const Bytes part : buffer.parts_bytes)
+                                   parts[buffer.unit].push_back(part.value);
+                               }
+                               return parts;
+                             })
       .def_property_readonly("use_orig_params",
                              [](const Plan& plan) { return plan.strategy.fsdp1.use_orig_params; })
       .def_property_readonly("full_precision_in_eval",

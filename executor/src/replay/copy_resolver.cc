@@ -42,7 +42,8 @@ DType DTypeIn(const Plan& plan, const Buffer& buffer, std::int32_t p) {
 }  // namespace
 
 DType DTypeOfPart(const Plan& plan, const Buffer& buffer, std::int32_t part) {
-  if (buffer.unit < 0 || plan.units[buffer.unit].layout == LayoutKind::kFlat) return buffer.dtype;
+  if (buffer.unit < 0 || !buffer.storages.empty() || plan.units[buffer.unit].layout == LayoutKind::kFlat)
+    return buffer.dtype;
   const std::vector<std::int32_t> parameters = ParametersOf(plan, buffer);
   const bool own =
       buffer.parts_bytes.size() == parameters.size() && ArrangementOf(buffer.role) != Arrangement::kGathered;

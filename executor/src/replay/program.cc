@@ -26,6 +26,7 @@ class Builder {
 
   Result<Program> Build() {
     FindAdded();
+    FindActivations();
     for (std::size_t s = 0; s < plan_.steps.size(); ++s) {
       program_.step_begin.push_back(static_cast<std::int32_t>(program_.triggers.size()));
       for (std::size_t t = 0; t < plan_.steps[s].triggers.size(); ++t) {
@@ -100,6 +101,37 @@ class Builder {
           const bool adds =
               i.kind == InstructionKind::kGradAccumulate && i.src >= 0 && i.src < std::ssize(plan_.buffers);
           if (adds && IsFinalGradient(plan_.buffers[i.src].role)) added_to_another_.push_back(i.src);
+        }
+      }
+    }
+  }
+
+  void FindActivations() {
+    program_.activations.resize(plan_.segments.size());
+    std::map<StorageId, BufferId> buffer_of;
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      if (!IsActivation(static_cast<BufferId>(b))) continue;
+      for (const StorageId storage : plan_.buffers[b].storages) buffer_of[storage] = static_cast<BufferId>(b);
+    }
+    for (std::size_t s = 0; s < plan_.segments.size() && !buffer_of.empty(); ++s) {
+      std::vector<ActivationUse>& uses = program_.activations[s];
+      const auto use = [&](StorageId storage, std::int32_t made, std::int32_t freed) {
+        const auto found = buffer_of.find(storage);
+        if (found == buffer_of.end()) return;
+        auto known = std::ranges::find(uses, found->second, &ActivationUse::buffer);
+        if (known == uses.end()) known = uses.insert(uses.end(), {.buffer = found->second});
+        known->made += made;
+        known->freed += freed;
+      };
+      for (const SegmentEntry& entry : plan_.segments[s].entries) {
+        if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
+          use(born->storage, 1, 0);
+        } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
+          use(dead->storage, 0, 1);
+        } else {
+          const auto& op = std::get<OperatorEvent>(entry);
+          for (const StorageId storage : op.reads) use(storage, 0, 0);
+          for (const StorageId storage : op.writes) use(storage, 0, 0);
         }
       }
     }
@@ -225,6 +257,9 @@ class Builder {
                                               : model_.runs_itself && IsOptimizerMemory(role);
   }
 
+  bool IsActivation(BufferId buffer) const { return plan_.buffers[buffer].role == BufferRole::kActivation; }
+  bool IsHeldActivation(BufferId buffer) const { return model_.holds_activations && IsActivation(buffer); }
+
   bool IsShard(BufferId buffer) const { return plan_.buffers[buffer].role == BufferRole::kParamSharded; }
 
   // A gradient that came to the host while an earlier one is there is only on its way to that one.
@@ -247,7 +282,10 @@ class Builder {
     const auto found = std::ranges::find(program_.frees, spec);
     const auto index = static_cast<std::int32_t>(found - program_.frees.begin());
     if (found == program_.frees.end()) program_.frees.push_back(spec);
-    return Simple(op, models ? OpCode::kDropGradients : OpCode::kFree, i.src, index);
+    const OpCode code = models                    ? OpCode::kDropGradients
+                        : IsHeldActivation(i.src) ? OpCode::kDropActivations
+                                                  : OpCode::kFree;
+    return Simple(op, code, i.src, index);
   }
 
   // The smaller mesh is meant where its shard is: the buffer it comes from, or the all_gather that came
@@ -275,6 +313,7 @@ class Builder {
 
   Result<Op> ResolveCopy(Op op, OpCode code, const Instruction& i) {
     if (plan_.buffers[i.src].unit < 0) return PlainCopy(op, code, i);
+    if (!plan_.buffers[i.src].storages.empty()) return CopyActivations(op, code, i);
     std::int64_t slot = 0;
     const std::int64_t slots = SlotsOf(i, slot);
     op.takes_gradients = IsModels(i.src);
@@ -298,6 +337,25 @@ class Builder {
     const std::int64_t numel = std::min(PartNumel(from, 0), PartNumel(to, 0));
     CopySpec copy = {i.src, i.dst, from.dtype, to.dtype, {}, {}};
     copy.runs.push_back({0, 0, 0, 0, 1, numel, numel, numel});
+    return Simple(op, code, AddCopy(std::move(copy)));
+  }
+
+  // Storage by storage, as they are.
+  Result<Op> CopyActivations(Op op, OpCode code, const Instruction& i) {
+    const Buffer& from = plan_.buffers[i.src];
+    const Buffer& to = plan_.buffers[i.dst];
+    if (from.parts_bytes != to.parts_bytes || from.dtype != to.dtype) {
+      return MakeInputError(fmt::format("/buffers/{}/parts_bytes", i.dst),
+                            fmt::format("{} and {} hold different activations", from.name, to.name));
+    }
+    op.takes_activations = IsHeldActivation(i.src);
+    op.gives_activations = IsHeldActivation(i.dst);
+    CopySpec copy = {i.src, i.dst, from.dtype, to.dtype, {}, {}};
+    for (std::size_t p = 0; p < from.parts_bytes.size(); ++p) {
+      const auto part = static_cast<std::int32_t>(p);
+      const std::int64_t numel = PartNumel(from, part);
+      copy.runs.push_back({part, part, 0, 0, 1, numel, numel, numel});
+    }
     return Simple(op, code, AddCopy(std::move(copy)));
   }
 

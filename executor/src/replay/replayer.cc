@@ -25,7 +25,9 @@ std::string Describe(const Plan& plan, const TriggerKey& key) {
 
 ModelTraits TraitsOf(const Model* model) {
   if (model == nullptr) return {};
-  return {.runs_itself = model->RunsItself(), .makes_gradients = model->MakesGradients()};
+  return {.runs_itself = model->RunsItself(),
+          .makes_gradients = model->MakesGradients(),
+          .holds_activations = model->HoldsActivations()};
 }
 
 }  // namespace
@@ -38,10 +40,12 @@ Replayer::Impl::Impl(const Plan& plan, Program program, Device& device, Collecti
       collectives_(collectives),
       model_(model),
       model_makes_gradients_(model != nullptr && model->MakesGradients()),
+      model_holds_activations_(model != nullptr && model->HoldsActivations()),
       alive_(plan.buffers.size(), 0),
       freed_parts_(plan.buffers.size()),
       filled_(plan.buffers.size(), 0),
       grads_made_(plan.buffers.size()),
+      storages_left_(plan.buffers.size(), 0),
       alias_of_(plan.buffers.size(), -1),
       alias_by_owner_(plan.buffers.size(), -1),
       inherited_(plan.buffers.size()),

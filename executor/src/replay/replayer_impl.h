@@ -58,6 +58,9 @@ class Replayer::Impl {
   Status RunModel(const Op& op);
   Status RunOrder(const Op& op, bool& blocked);
   Status Compute(const Op& op);
+  Status MakeActivations(const ActivationUse& use, StreamId stream);
+  Status EndActivations(const ActivationUse& use);
+  std::int32_t Microbatch() const { return program_.triggers[trigger_].key.microbatch; }
   Status MakeGradient(GradTarget& target, StreamId stream);
   Status ZeroGrad(UnitId unit);
   Status RequireAlive(BufferId buffer) const;
@@ -79,6 +82,7 @@ class Replayer::Impl {
   Collectives& collectives_;
   Model* const model_;
   const bool model_makes_gradients_;
+  const bool model_holds_activations_;
   Observer* observer_ = nullptr;
   StepRecorder* recorder_ = nullptr;
   StepRecorder* recording_ = nullptr;  // the same in a step that it records
@@ -100,6 +104,7 @@ class Replayer::Impl {
   std::vector<std::vector<std::int32_t>> freed_parts_;  // ... these
   std::vector<std::uint8_t> filled_;                    // something was written since it was allocated
   std::vector<std::vector<std::uint8_t>> grads_made_;   // grad_unsharded: by parameter of the unit
+  std::vector<std::int32_t> storages_left_;             // by buffer: of activations, that are there
   std::vector<BufferId> alias_of_;         // by buffer: the one whose memory it is a name of; -1: none
   std::vector<BufferId> alias_by_owner_;   // ... and the reverse
   std::vector<BufferId> made_in_segment_;  // gradients of the segment under way, while recorded

@@ -54,6 +54,7 @@ Status Replayer::Impl::Release(BufferId buffer) {
   alive_[buffer] = filled_[buffer] = 0;
   NoteBuffer(buffer);
   freed_parts_[buffer].clear();
+  storages_left_[buffer] = 0;
   std::ranges::fill(grads_made_[buffer], 0);
   const bool models = model_makes_gradients_ && plan_.buffers[buffer].role == BufferRole::kGradUnsharded;
   return models ? Status() : device_.Free(buffer, {});

@@ -51,6 +51,7 @@ Status Replayer::Impl::Run(const Op& op, bool& blocked) {
     case OpCode::kAllocate:
     case OpCode::kFree:
     case OpCode::kDropGradients:
+    case OpCode::kDropActivations:
       return RunMemory(op);
     case OpCode::kCopy:
     case OpCode::kGradCast:
@@ -76,6 +77,7 @@ Status Replayer::Impl::RunMemory(const Op& op) {
     }
     alive_[buffer] = 1;
     filled_[buffer] = 0;
+    storages_left_[buffer] = static_cast<std::int32_t>(plan_.buffers[buffer].storages.size());
     NoteBuffer(buffer);
     return device_.Allocate(buffer, op.stream);
   }
@@ -101,6 +103,7 @@ Status Replayer::Impl::RunMemory(const Op& op) {
       !status) {
     return status;
   }
+  if (op.code == OpCode::kDropActivations) return model_->DropActivations(unit, buffer, Microbatch());
   return op.code == OpCode::kFree ? Status() : model_->DropGradients(unit, buffer, free.parts);
 }
 
@@ -112,6 +115,10 @@ Status Replayer::Impl::RunMove(const Op& op) {
   }
   if (op.takes_gradients) {
     if (Status status = model_->TakeGradients(plan_.buffers[op.src].unit, op.src); !status) return status;
+  }
+  if (op.takes_activations) {
+    if (Status status = model_->TakeActivations(plan_.buffers[op.src].unit, op.src, Microbatch()); !status)
+      return status;
   }
   Status status;
   const bool alias =
@@ -140,6 +147,11 @@ Status Replayer::Impl::RunMove(const Op& op) {
   }
   if (!status) return status;
   filled_[op.dst] = 1;
+  if (op.gives_activations) {
+    if (Status given = model_->GiveActivations(plan_.buffers[op.dst].unit, op.dst, Microbatch()); !given)
+      return given;
+    return device_.Free(op.dst, {});  // the model has them
+  }
   if (op.last_reduction && model_ != nullptr) {
     return model_->GradientsReduced(plan_.buffers[op.dst].unit, op.dst, op.stream);
   }
@@ -200,16 +212,40 @@ Status Replayer::Impl::MakeGradient(GradTarget& target, StreamId stream) {
   return {};
 }
 
+// What a segment makes is there before it runs.
+Status Replayer::Impl::MakeActivations(const ActivationUse& use, StreamId stream) {
+  if (use.made == 0) return RequireAlive(use.buffer);
+  storages_left_[use.buffer] += use.made;
+  if (alive_[use.buffer]) return {};
+  alive_[use.buffer] = filled_[use.buffer] = 1;
+  return model_holds_activations_ ? Status() : device_.Allocate(use.buffer, stream);
+}
+
+// The last storage that goes ends the buffer.
+Status Replayer::Impl::EndActivations(const ActivationUse& use) {
+  storages_left_[use.buffer] -= use.freed;
+  if (storages_left_[use.buffer] > 0 || !alive_[use.buffer]) return {};
+  alive_[use.buffer] = filled_[use.buffer] = 0;
+  return model_holds_activations_ ? Status() : device_.Free(use.buffer, {});
+}
+
 Status Replayer::Impl::Compute(const Op& op) {
   targets_ = program_.grad_targets[op.src];
   for (GradTarget& target : targets_) {
     if (Status status = MakeGradient(target, op.stream); !status) return status;
   }
+  const std::vector<ActivationUse>& activations = program_.activations[op.a];
+  for (const ActivationUse& use : activations) {
+    if (Status status = MakeActivations(use, op.stream); !status) return status;
+  }
   Status computed;
   if (model_ != nullptr) {
-    ComputeCall call = {op.a, op.b, op.stream, steps_completed_, {}};
+    ComputeCall call = {op.a, op.b, op.stream, steps_completed_, {}, activations};
     if (!model_makes_gradients_) call.grads = targets_;
     computed = model_->Compute(call);
+  }
+  for (const ActivationUse& use : activations) {
+    if (computed) computed = EndActivations(use);
   }
   if (recording_ != nullptr) [[unlikely]] {
     NoteGradients();

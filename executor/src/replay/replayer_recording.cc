@@ -59,6 +59,7 @@ Status Replayer::Impl::BeginRecordedTrigger(std::int32_t trigger) {
 Bytes Replayer::Impl::AliveBytes(BufferId id) const {
   const Buffer& buffer = plan_.buffers[id];
   if (!alive_[id] || alias_of_[id] >= 0) return {};
+  if (buffer.role == BufferRole::kActivation) return {};  // the model's own, which the recorder does not see
   if (inherited_[id].value > 0) return inherited_[id];
   const bool models = model_makes_gradients_ && buffer.role == BufferRole::kGradUnsharded && buffer.unit >= 0;
   const std::vector<std::int32_t> parameters =

@@ -30,7 +30,7 @@ bool IssuesToStreams(const Op& op) {
   }
 }
 
-constexpr std::size_t kRoles = static_cast<std::size_t>(BufferRole::kInnerReduceAccumulated) + 1;
+constexpr std::size_t kRoles = kBufferRoles;
 
 }  // namespace
 

@@ -112,6 +112,10 @@ Status ZeroModel::Compute(const ComputeCall& call) {
   }
   FillerParts fresh;
   FillerParts added;
+  for (const ActivationUse& use : call.activations) {
+    uses.push_back(use.buffer);
+    std::ranges::copy(Parts(use.buffer), std::back_inserter(use.made > 0 ? fresh : from));
+  }
   for (const GradTarget& grad : call.grads) {
     uses.push_back(grad.buffer);
     (grad.adds ? added : fresh).push_back(Part(grad.buffer, grad.part));

@@ -108,9 +108,9 @@ void SetCheckpoint(const Job& job, const Choice& choice, Strategy& strategy) {
   if (job.keeps_checkpoint) return;
   strategy.checkpoint.reset();
   CheckpointRule rule;
-  std::int32_t left = choice.recomputed;
+  std::int32_t left = choice.recomputed, block = 0;
   for (const ChainModule& module : job.chain.modules) {
-    if (!module.block) continue;
+    if (!module.block || IsOffloaded(choice, block++, job.chain.blocks)) continue;
     const bool first = left-- > 0;
     if (first && choice.children.empty()) rule.modules.push_back(module.fqn);
     for (const std::string& child : first ? choice.children : choice.rest)
@@ -118,6 +118,17 @@ void SetCheckpoint(const Job& job, const Choice& choice, Strategy& strategy) {
   }
   for (const auto& [name, every] : choice.saved) rule.save.push_back({name, every});
   if (!rule.modules.empty()) strategy.checkpoint = std::move(rule);
+}
+
+void SetActivationOffload(const Job& job, const Choice& choice, Strategy& strategy) {
+  if (job.keeps_activations) return;
+  strategy.activation_offload.reset();
+  ActivationOffload rule;
+  std::int32_t block = 0;
+  for (const ChainModule& module : job.chain.modules) {
+    if (module.block && IsOffloaded(choice, block++, job.chain.blocks)) rule.modules.push_back(module.fqn);
+  }
+  if (!rule.modules.empty()) strategy.activation_offload = std::move(rule);
 }
 
 void SetFsdp1(const Job& job, const Choice& choice, Strategy& strategy) {
@@ -250,7 +261,19 @@ std::string CheckpointText(const Job& job, const Choice& choice) {
   return text;
 }
 
+std::string ActivationsText(const Job& job, const Choice& choice) {
+  if (job.keeps_activations) return "as given";
+  const Choice effective = Effective(job, choice);
+  if (effective.offloaded == 0) return "stay on the device";
+  return fmt::format("of {} of {} blocks in host memory", effective.offloaded, job.chain.blocks);
+}
+
 }  // namespace
+
+bool IsOffloaded(const Choice& choice, std::int32_t block, std::int32_t blocks) {
+  const std::int64_t offloaded = std::min(choice.offloaded, blocks);
+  return block * offloaded % blocks < offloaded;
+}
 
 namespace {
 
@@ -319,6 +342,7 @@ Strategy StrategyOf(const Job& job, const Choice& given) {
                                                        : ReshardAfterForward(true);
   }
   SetCheckpoint(job, choice, strategy);
+  SetActivationOffload(job, choice, strategy);
   WriteLoop(job, Effective(job, choice), strategy);
   if (job.microbatches > 1 && !job.keeps_accumulation)
     strategy.fsdp2.part_after_backward = KeepsPartsOver(choice);
@@ -338,7 +362,9 @@ Strategy StrategyOf(const Job& job, const Choice& given) {
   return strategy;
 }
 
-bool IsOfPyTorch(const Choice& choice) { return !KeepsPartsOver(choice) && choice.inner == 0; }
+bool IsOfPyTorch(const Choice& choice) {
+  return !KeepsPartsOver(choice) && choice.inner == 0 && choice.offloaded == 0;
+}
 
 namespace {
 
@@ -357,6 +383,7 @@ Accumulation WithoutKept(Accumulation accumulation) {
 
 void LeaveOutWhatFsdp2Lacks(const Job& job, Choice& choice) {
   choice.inner = 0;
+  choice.offloaded = 0;
   if (KeepsPartsOver(choice)) choice.accumulation = WithoutKept(choice.accumulation);
   if (job.strategy.pytorch != PyTorchVersion::k2_11) return;
   choice.in_flight = Choice().in_flight;
@@ -396,19 +423,22 @@ Choice Effective(const Job& job, Choice choice) {
       !choice.fsdp1 && DecidesAccumulation(job) && !job.keeps_units && !ReducesOnce(choice);
   choice.accumulated =
       may_accumulate ? std::clamp(choice.accumulated, 0, UnitCount(choice)) : none.accumulated;
-  choice.recomputed = std::clamp(choice.recomputed, 0, job.chain.blocks);
+  choice.offloaded = job.keeps_activations ? 0 : std::clamp(choice.offloaded, 0, job.chain.blocks);
+  const std::int32_t blocks = job.chain.blocks - choice.offloaded;  // that may be recomputed
+  choice.recomputed = std::clamp(choice.recomputed, 0, blocks);
   if (choice.recomputed == 0) {
     choice.children = std::move(choice.rest);
-    choice.recomputed = choice.children.empty() ? 0 : job.chain.blocks;
+    choice.recomputed = choice.children.empty() ? 0 : blocks;
   }
-  if (choice.recomputed == job.chain.blocks) choice.rest.clear();
+  if (choice.recomputed == blocks) choice.rest.clear();
   if (choice.recomputed == 0) choice.saved.clear();
   return choice;
 }
 
 const std::vector<std::string>& DecisionNames() {
-  static const std::vector<std::string> names = {"policy",     "units",        "reshard",   "layout",
-                                                 "checkpoint", "accumulation", "reduction", "prefetch"};
+  static const std::vector<std::string> names = {"policy",       "units",      "reshard",
+                                                 "layout",       "checkpoint", "activations",
+                                                 "accumulation", "reduction",  "prefetch"};
   return names;
 }
 
@@ -418,6 +448,7 @@ std::string DecisionText(const Job& job, const Choice& choice, const std::string
   if (decision == "reshard") return ReshardText(job, choice);
   if (decision == "layout") return LayoutText(job, choice);
   if (decision == "checkpoint") return CheckpointText(job, choice);
+  if (decision == "activations") return ActivationsText(job, choice);
   if (decision == "accumulation") return AccumulationText(job, choice);
   if (decision == "reduction") return ReductionText(job, choice);
   return PrefetchText(job, choice);
@@ -440,6 +471,7 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
     choice.rest = other.rest;
     choice.saved = other.saved;
   }
+  if (decision == "activations") choice.offloaded = other.offloaded;
   if (decision == "accumulation") {
     choice.accumulation = other.accumulation;
     choice.accumulated = other.accumulated;

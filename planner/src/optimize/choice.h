@@ -44,12 +44,18 @@ struct Choice {
   std::vector<std::string> rest;      // these modules of the other blocks are, too
   // Operators whose results are kept: every so many-th of a module's is run again all the same, 0: none.
   std::map<std::string, std::int64_t> saved;
+  // So many blocks, evenly spread from the first on, have their activations in host memory between forward
+  // and backward; recomputed and rest are of the others.
+  std::int32_t offloaded = 0;
   bool offload = false;
   // fsdp1
   bool grad_op = false;  // SHARD_GRAD_OP
   Fsdp1BackwardPrefetch backward_prefetch = Fsdp1BackwardPrefetch::kPre;
   auto operator<=>(const Choice&) const = default;
 };
+
+// Whether block `block` of `blocks` is one of those that are offloaded.
+bool IsOffloaded(const Choice& choice, std::int32_t block, std::int32_t blocks);
 
 // What a choice is made for.
 struct Job {
@@ -63,7 +69,7 @@ struct Job {
   bool of_pytorch = false;  // only what the planned release's FSDP2 has a call for
   bool plain_loop = false;  // the program is what `--accumulate` makes: it may be written anew
   bool keeps_units = false, keeps_reshard = false, keeps_prefetch = false, keeps_checkpoint = false,
-       keeps_accumulation = false, keeps_layout = false, keeps_reduction = false;
+       keeps_activations = false, keeps_accumulation = false, keeps_layout = false, keeps_reduction = false;
 };
 
 // Whether the search says when gradients are reduced over micro-batches.

@@ -254,6 +254,14 @@ void AddOffloadMoves(const OptimizeOptions& options, const Choice& from, std::ve
   moves.back().offload = !from.offload;
 }
 
+void AddActivationMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
+  if (job.keeps_activations) return;
+  for (const std::int32_t count : CountsBeside(from.offloaded, job.chain.blocks)) {
+    moves.push_back(from);
+    moves.back().offloaded = count;
+  }
+}
+
 void AddOrderMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
   if (job.keeps_prefetch) return;
   const std::vector<Choice> orders = Orders(job, from);
@@ -489,6 +497,7 @@ std::vector<Choice> Moves(const Job& job, const OptimizeOptions& options, const 
       break;
     case kRecomputationMoves:
       AddCheckpointMoves(job, options, choice, moves);
+      AddActivationMoves(job, choice, moves);
       AddOffloadMoves(options, choice, moves);
       break;
     case kUnitMoves:

@@ -90,8 +90,9 @@ class OptimizeRun {
     const Strategy strategy =
         optimize::StrategyOf(job_, choices[static_cast<std::size_t>(made - evaluations.begin())]);
     const Result<PlannerOutput> planned = MakePlan(trace_, strategy, cluster_, {.verify = false});
-    // Plans with shards in host memory are outside of the class, and the search may choose one.
-    if (!planned || options_.may_offload || !CheckPlanClass(planned->plan)) return outlook;
+    // Plans with anything in host memory are outside of the class, and the search may choose one.
+    const bool may_leave = options_.may_offload || options_.may_offload_activations;
+    if (!planned || may_leave || !CheckPlanClass(planned->plan)) return outlook;
     outlook.layouts = LayoutsOf(planned->plan);
     if (Result<StepWork> work = StepWork::Make(trace_, planned->plan, Recomputes(planned->plan)); work)
       outlook.work = std::move(*work);
@@ -118,6 +119,7 @@ class OptimizeRun {
     job.keeps_accumulation = options.fixed.contains("accumulation");
     job.keeps_reduction = options.fixed.contains("reduction");
     job.keeps_layout = options.fixed.contains("layout") || !strategy.fsdp2.shard_dims.empty();
+    job.keeps_activations = !options.may_offload_activations || options.of_pytorch;
     job.keeps_checkpoint = options.fixed.contains("checkpoint") || !options.may_checkpoint;
     return job;
   }
@@ -195,6 +197,9 @@ class OptimizeRun {
     }
     text += WouldHelp("--allow checkpoint", [](OptimizeOptions& more, Strategy&) {
       return !std::exchange(more.may_checkpoint, true);
+    });
+    text += WouldHelp("--allow activations", [](OptimizeOptions& more, Strategy&) {
+      return !std::exchange(more.may_offload_activations, true);
     });
     text += WouldHelp("--allow offload", [](OptimizeOptions& more, Strategy&) {
       return !std::exchange(more.may_offload, true);

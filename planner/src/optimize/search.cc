@@ -239,6 +239,16 @@ void Search::TryRecomputationBeside(const Choice best) {
       FitRecomputationOf(beside);
     }
   }
+  if (!job_.keeps_activations) {
+    for (const std::int32_t step : {1, 2, job_.chain.blocks / 8 + 1}) {
+      for (const std::int32_t other : {best.offloaded - step, best.offloaded + step}) {
+        if (other < 0 || other > job_.chain.blocks) continue;
+        Choice beside = best;
+        beside.offloaded = other;
+        FitRecomputationOf(beside);
+      }
+    }
+  }
   for (const std::int32_t other : {best.accumulated - units / 8 - 1, best.accumulated + units / 8 + 1}) {
     Choice beside = best;
     beside.accumulated = std::clamp(other, 0, units);

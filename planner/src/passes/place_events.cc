@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <variant>
@@ -34,12 +35,18 @@ Status Of(Status of_policy, const ProgramBuilder& builder) {
   return of_policy ? builder.status() : of_policy;
 }
 
-Status RunStep(const RecordedStep& step, const Strategy& strategy, Policy& policy, ProgramBuilder& builder) {
+// `offloads`: what of a step's points, in their order.
+Status RunStep(const RecordedStep& step, const Strategy& strategy, Policy& policy, ProgramBuilder& builder,
+               const std::vector<OffloadedUnit>& units, std::span<const OffloadPoint> offloads) {
   builder.SetReason("");
   builder.BeginTrigger(TriggerKind::kStepBegin, -1, 0);
   policy.BeginStep(step);
-  for (const HookPoint& event : step.events) {
+  for (std::size_t e = 0; e < step.events.size(); ++e) {
+    const HookPoint& event = step.events[e];
     Status status = Of(policy.On(event), builder);
+    for (; status && !offloads.empty() && offloads.front().behind == e; offloads = offloads.subspan(1)) {
+      EmitOffload(units[offloads.front().unit], offloads.front(), builder);
+    }
     if (status) continue;
     if (status.error().pointer.empty() && event.call != nullptr) {
       status.error().pointer = PointerOf(*event.call, strategy);
@@ -73,7 +80,7 @@ bool KeepOneTurnOfEqualSteps(std::size_t first_repetition, Plan& plan) {
 }  // namespace
 
 Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyPasses& description,
-                                  bool with_procedures) {
+                                  const ActivationOffloads& offloads, bool with_procedures) {
   SHARDPLAN_ASSERT(!input.steps.empty(), "record_order makes a step of every program");
   PlacedProgram placed;
   Plan& plan = placed.plan;
@@ -106,7 +113,11 @@ Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyPasses& 
       seen.push_back(std::move(state));
     }
     builder.BeginStep(s == 0 ? "first" : fmt::format("step {}", s));
-    if (Status status = RunStep(input.steps[std::min(s, given - 1)], input.strategy, *policy, builder);
+    const std::size_t recorded = std::min(s, given - 1);
+    std::span<const OffloadPoint> points;
+    if (!offloads.steps.empty()) points = offloads.steps[recorded];
+    if (Status status =
+            RunStep(input.steps[recorded], input.strategy, *policy, builder, offloads.units, points);
         !status) {
       return std::unexpected(status.error());
     }

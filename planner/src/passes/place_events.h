@@ -2,6 +2,7 @@
 // Pass `place_events`: runs the policy over the recorded steps until its state repeats.
 #pragma once
 
+#include "passes/offload_activations.h"
 #include "policy/policy_passes.h"
 #include "shardplan/schemas/error.h"
 
@@ -13,9 +14,9 @@ struct PlacedProgram {
 };
 
 // `policy` runs the steps of `input`. kBadInput: a call that the policy does not know, or what it has the
-// builder refuse.
+// builder refuse. `offloads`: by step of `input`; without any step, none.
 // Without procedures the plan can be simulated, and not be run.
 Result<PlacedProgram> PlaceEvents(const PolicyInput& input, const PolicyPasses& policy,
-                                  bool with_procedures = true);
+                                  const ActivationOffloads& offloads = {}, bool with_procedures = true);
 
 }  // namespace shardplan

@@ -102,6 +102,8 @@ inline constexpr auto kFields<Buffer> = FieldList(
     Required("parts_bytes", &Buffer::parts_bytes,
              "The separate allocations that it consists of, as requested."),
     Optional("parameters", &Buffer::parameters, "Indices into the unit's parameters that it holds."),
+    Optional("storages", &Buffer::storages,
+             "activation, activation_host: the storage of the model that each part is or is a copy of."),
     Optional("memory", &Buffer::memory, "Where it lives."),
     Optional("persistent", &Buffer::persistent, "Alive before the first step and after the last."),
     Optional("pool", &Buffer::pool,

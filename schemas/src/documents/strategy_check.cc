@@ -32,6 +32,7 @@ class StrategyCheck {
     if (Status s = CheckMesh(); !s) return s;
     if (Status s = CheckDataParallel(); !s) return s;
     if (Status s = CheckUnits(); !s) return s;
+    if (Status s = CheckActivationOffload(); !s) return s;
     if (Status s = CheckOptimizer(); !s) return s;
     for (std::size_t c = 0; c < strategy_.setup.size(); ++c) {
       if (Status s = CheckCall(strategy_.setup[c], fmt::format("/setup/{}", c), /*in_setup=*/true); !s)
@@ -151,6 +152,12 @@ class StrategyCheck {
       }
     }
     return {};
+  }
+
+  Status CheckActivationOffload() const {
+    if (!strategy_.activation_offload || !strategy_.activation_offload->modules.empty()) return {};
+    return MakeInputError("/activation_offload/modules", "activations of no module are offloaded",
+                          "an empty list", "FQNs or patterns");
   }
 
   // ---- the optimizer ----

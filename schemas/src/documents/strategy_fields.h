@@ -244,6 +244,18 @@ inline constexpr auto kFields<CheckpointRule> = FieldList(
     Optional("save", &CheckpointRule::save, "Operators that are not run again."));
 
 template <>
+inline constexpr Definition kDefinition<ActivationOffload> = {
+    .says = "Activations in host memory between forward and backward."};
+template <>
+inline constexpr auto kFields<ActivationOffload> =
+    FieldList(Required("modules", &ActivationOffload::modules,
+                       "Whose, as in a unit rule: modules of which units are made, or in them."),
+              Optional("every", &ActivationOffload::every,
+                       "Of these units every so many-th, in the order of their forwards.")
+                  .AtLeast(1),
+              Optional("min_bytes", &ActivationOffload::min_bytes, "Smaller tensors stay on the device."));
+
+template <>
 inline constexpr Definition kDefinition<Optimizer> = {.says = "The optimizer."};
 template <>
 inline constexpr auto kFields<Optimizer> = FieldList(
@@ -352,6 +364,8 @@ inline constexpr auto kFields<Strategy> = FieldList(
              "Knobs of a policy that is not built in, by name: its library says which there are."),
     Optional("checkpoint", &Strategy::checkpoint,
              "Activation checkpointing applied to the trace; left out: none."),
+    Optional("activation_offload", &Strategy::activation_offload,
+             "Activations in host memory between forward and backward; left out: none."),
     Optional("compile", &Strategy::compile, "Elementwise operators are fused as torch.compile does."),
     Optional("alloc_conf", &Strategy::alloc_conf,
              "Settings of the caching allocator, as PYTORCH_CUDA_ALLOC_CONF has them. They decide what is "

@@ -49,7 +49,7 @@ SHARDPLAN_ENUM_NAMES(BufferRole, "param_sharded", "param_unsharded", "param_post
                      "grad_unsharded", "grad_unsharded_accumulated", "grad_sharded", "grad_host",
                      "optimizer_state", "optimizer_temp", "order_check", "model_buffer", "extension_gathered",
                      "extension_unsharded", "partial_reduce_output", "inner_reduce_output",
-                     "inner_reduce_accumulated");
+                     "inner_reduce_accumulated", "activation", "activation_host");
 SHARDPLAN_ENUM_NAMES(SegmentPhase, "forward", "loss", "backward", "recompute");
 SHARDPLAN_ENUM_NAMES(ProcedureKind, "unshard", "reshard", "unshard_full_precision", "reshard_full_precision",
                      "reduce", "accumulate", "accumulate_again", "reduce_accumulated", "reduce_kept",

@@ -73,8 +73,18 @@ class Writer {
   void MakeSegments(UnitId unit) {
     const std::string name = DisplayName(given_.units[unit].fqn);
     std::vector<Segment>& segments = program_.plan.segments;
-    segments.push_back(
-        {.name = "forward " + name, .phase = SegmentPhase::kForward, .unit = unit, .reads = {unit}});
+    Segment forward{
+        .name = "forward " + name, .phase = SegmentPhase::kForward, .unit = unit, .reads = {unit}};
+    // Beside the steps nothing is offloaded: what would be is made and ends with the forward.
+    for (const Buffer& buffer : given_.buffers) {
+      if (buffer.role != BufferRole::kActivation || buffer.unit != unit) continue;
+      for (std::size_t p = 0; p < buffer.storages.size() && p < buffer.parts_bytes.size(); ++p) {
+        forward.entries.emplace_back(
+            AllocateEvent{.storage = buffer.storages[p], .size_bytes = buffer.parts_bytes[p]});
+      }
+      for (const StorageId storage : buffer.storages) forward.entries.emplace_back(FreeEvent{storage});
+    }
+    segments.push_back(std::move(forward));
     Segment backward{
         .name = "backward " + name, .phase = SegmentPhase::kBackward, .unit = unit, .reads = {unit}};
     if (FindProcedure(given_, ProcedureKind::kReduce, unit) != nullptr) {

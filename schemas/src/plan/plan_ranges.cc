@@ -149,6 +149,10 @@ PlanRanges::Range PlanRanges::RangeOfMemory(BufferId buffer, bool allocates) con
   }
 }
 
+bool PlanRanges::HasRole(BufferId buffer, BufferRole role) const {
+  return plan_.buffers[static_cast<std::size_t>(buffer)].role == role;
+}
+
 PlanRanges::Range PlanRanges::RangeOf(const Instruction& instruction) const {
   switch (instruction.kind) {
     case InstructionKind::kAllocate:
@@ -156,6 +160,8 @@ PlanRanges::Range PlanRanges::RangeOf(const Instruction& instruction) const {
     case InstructionKind::kFree:
       return RangeOfMemory(instruction.src, false);
     case InstructionKind::kCopyToDevice:
+      if (HasRole(instruction.dst, BufferRole::kActivation)) return Range::kNone;
+      return Range::kAllGather;
     case InstructionKind::kCopyIn:
     case InstructionKind::kAllGather:
       return Range::kAllGather;
@@ -168,8 +174,9 @@ PlanRanges::Range PlanRanges::RangeOf(const Instruction& instruction) const {
     case InstructionKind::kAllReduce:
     case InstructionKind::kGradCast:
     case InstructionKind::kGradAccumulate:
-    case InstructionKind::kCopyToHost:
       return Range::kReduce;
+    case InstructionKind::kCopyToHost:
+      return HasRole(instruction.src, BufferRole::kActivation) ? Range::kNone : Range::kReduce;
     case InstructionKind::kBindSharded:
       return InBackward() ? Range::kReshard : Range::kNone;
     case InstructionKind::kCompute:

@@ -136,6 +136,13 @@ Compute::Life* Compute::Of(StorageId storage, std::int32_t microbatch) {
   return &lives_[index + static_cast<std::size_t>(microbatch)];
 }
 
+void Compute::Take(const std::vector<StorageId>& storages, std::int32_t microbatch, bool there) {
+  if (!follows_storages_ || microbatch < 0 || microbatch >= microbatches_) return;
+  for (const StorageId storage : storages) {
+    if (Life* life = Of(storage, microbatch)) *life = there ? Life::kThere : Life::kAbsent;
+  }
+}
+
 void Compute::CheckStorages(SegmentId id, std::int32_t microbatch, Position at) {
   const Segment& segment = plan_.segments[id];
   const auto need = [&](StorageId storage, const char* does) {

@@ -34,6 +34,9 @@ class Compute {
   // ... as `work`: what it reads of the model's tensors is written by then, and what it writes or frees is
   // not in use.
   void Use(SegmentId id, std::int32_t microbatch, const Work& work);
+  // These storages of the micro-batch are there from here on, or gone: by an instruction, and not by a
+  // segment.
+  void Take(const std::vector<StorageId>& storages, std::int32_t microbatch, bool there);
   // Whether the user's calls of the step may run the micro-batch with the model in evaluation.
   bool MayEvaluate(std::int32_t microbatch, Position at) const;
 

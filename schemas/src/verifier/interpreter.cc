@@ -19,6 +19,7 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       gradients_(plan, memory_, words_),
       compute_(plan, clocks_, words_, reporter),
       grad_buffers_(plan),
+      activations_(plan),
       bound_(plan.units.size(), -1),
       bound_at_(plan.units.size()),
       unit_shards_(plan.units.size()),
@@ -82,6 +83,10 @@ void Interpreter::Run(const Instruction& i, Position at) {
     case kCompute:
       return RunCompute(i, at);
     case kAllocate:
+      if (plan_.buffers[i.dst].role == BufferRole::kActivation) {
+        activations_.Make(i.dst);
+        compute_.Take(plan_.buffers[i.dst].storages, MicrobatchOfTrigger(at), /*there=*/true);
+      }
       return memory_.Allocate(i.dst, i.stream < 0 ? clocks_.host() : i.stream, at);
     case kFree:
       return Free(i.src, i.parts, i.safe_after, at);
@@ -144,6 +149,7 @@ void Interpreter::RunCompute(const Instruction& i, Position at) {
   const Segment& segment = plan_.segments[i.segment];
   const std::int32_t microbatch = MicrobatchOf(plan_.steps[at.step].triggers[at.trigger], i);
   compute_.Use(i.segment, microbatch, work);
+  UseActivations(i.segment, work);
   const bool evaluates = compute_.MayEvaluate(microbatch, at);
   for (const UnitId unit : segment.reads) ReadParameters(unit, work, evaluates);
   for (const SegmentGrad& grad : segment.grads) {
@@ -163,6 +169,45 @@ void Interpreter::RunCompute(const Instruction& i, Position at) {
   }
 }
 
+// The model's tensors that leave for the host are memory of the plan's, too: of the pool of the stream that
+// computes while segments make and free them.
+void Interpreter::UseActivations(SegmentId segment, const Work& work) {
+  for (const Activations::Touch& touch : activations_.TouchedBy(segment)) {
+    if (touch.made.empty()) {
+      memory_.Read(touch.buffer, work);
+    } else {
+      if (!memory_.IsAlive(touch.buffer)) memory_.Allocate(touch.buffer, work.stream, work.at);
+      memory_.Write(touch.buffer, work);
+      memory_.SetContent(touch.buffer, Content::kEverything);
+    }
+    activations_.Pass(touch);
+    if (activations_.IsEmpty(touch.buffer) && memory_.IsAlive(touch.buffer)) {
+      memory_.Free(touch.buffer, {}, work.at);
+    }
+  }
+}
+
+// A copy or a free of activations is of all of them.
+bool Interpreter::NeedStorages(BufferId buffer, Position at) {
+  const std::vector<StorageId> missing =
+      ComputeOrderOfStorages(plan_.buffers[buffer], activations_.There(buffer));
+  if (missing.empty() || !memory_.IsAlive(buffer)) return missing.empty();
+  words_.StorageIsMissing(buffer, missing.front(), at);
+  return false;
+}
+
+void Interpreter::CheckBroughtBack(const Instruction& i, Position at) {
+  const CopiedActivations copied = activations_.CopiedTo(i.src);
+  const CopiedActivations wanted = {memory_.step(), MicrobatchOfTrigger(at)};
+  if (ComputeOrderOfBroughtBack(copied, wanted)) {
+    words_.BringsBackOthers(i.src, copied.step == wanted.step ? copied.microbatch : -1, at);
+  }
+}
+
+std::int32_t Interpreter::MicrobatchOfTrigger(Position at) const {
+  return plan_.steps[at.step].triggers[at.trigger].microbatch;
+}
+
 void Interpreter::Bind(const Instruction& i, Position at) {
   const UnitId unit = i.unit >= 0 ? i.unit : plan_.buffers[i.src].unit;
   const bool unsharded = i.kind == InstructionKind::kBindUnsharded;
@@ -179,6 +224,11 @@ void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,
                        const std::vector<StreamId>& safe_after, Position at) {
   const UnitId viewed_by = UseAfterFreeOfBound(plan_, bound_, buffer);
   if (viewed_by >= 0) words_.FreedWhileBound(viewed_by, buffer, bound_at_[viewed_by], at);
+  if (plan_.buffers[buffer].role == BufferRole::kActivation) {
+    NeedStorages(buffer, at);
+    activations_.Drop(buffer);
+    compute_.Take(plan_.buffers[buffer].storages, MicrobatchOfTrigger(at), /*there=*/false);
+  }
   if (!parts.empty()) return memory_.FreeParts(buffer, parts, safe_after, at);
   std::int32_t slot = -1;
   if (memory_.IsAlive(buffer)) {
@@ -261,6 +311,11 @@ void Interpreter::RunGradZero(const Instruction& i, Position at) {
 
 void Interpreter::RunCopy(const Instruction& i, Position at) {
   const Work work = Issue(i, at);
+  const BufferRole from = plan_.buffers[i.src].role;
+  if (from == BufferRole::kActivation && NeedStorages(i.src, at)) {
+    activations_.CopyOut(i.dst, {memory_.step(), MicrobatchOfTrigger(at)});
+  }
+  if (from == BufferRole::kActivationHost) CheckBroughtBack(i, at);
   const bool readable = memory_.Read(i.src, work);
   CutPieces(i, at);
   if (!memory_.Write(i.dst, work)) return;

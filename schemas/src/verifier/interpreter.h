@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
+#include "verifier/activations.h"
 #include "verifier/clocks.h"
 #include "verifier/compute.h"
 #include "verifier/grad_buffers.h"
@@ -37,6 +38,10 @@ class Interpreter {
   void RunGradient(const Instruction& i, Position at);
   void RunGradZero(const Instruction& i, Position at);
   void RunCopy(const Instruction& i, Position at);
+  void UseActivations(SegmentId segment, const Work& work);
+  bool NeedStorages(BufferId buffer, Position at);
+  void CheckBroughtBack(const Instruction& i, Position at);
+  std::int32_t MicrobatchOfTrigger(Position at) const;
   void RunOrder(const Instruction& i, Position at);
   void RunOptimizer(const Instruction& i, Position at);
   bool StepUnit(UnitId unit, const Instruction& i, const Work& work);
@@ -66,6 +71,7 @@ class Interpreter {
   Gradients gradients_;
   Compute compute_;
   GradBuffers grad_buffers_;
+  Activations activations_;
   std::vector<BufferId> bound_;  // by unit: the buffer its parameters are views of; -1: sharded
   std::vector<Position> bound_at_;
   // By unit: its param_sharded, optimizer_state and final gradient buffers.

@@ -338,6 +338,7 @@ std::string LayoutOfMemory(const Plan& /*plan*/, const Buffer& buffer) {
   const bool on_host = IsOnHost(buffer);
   switch (buffer.role) {
     case kGradHost:
+    case kActivationHost:
       return on_host ? "" : "memory of the device";
     case kParamSharded:    // offloaded
     case kParamUnsharded:  // a whole copy for the user

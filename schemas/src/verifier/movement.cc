@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "shardplan/schemas/layout.h"
+#include "verifier/activations.h"
 #include "verifier/layout.h"
 #include "verifier/rules.h"
 
@@ -37,6 +38,7 @@ bool HoldAlike(const Buffer& a, const Buffer& b) {
 std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view) {
   const Buffer& from = plan.buffers[copy.src];
   const Buffer& to = plan.buffers[copy.dst];
+  if (std::string wrong = LayoutOfActivations(plan, copy); !wrong.empty()) return wrong;
   if (!HoldAlike(from, to)) {
     return fmt::format("one holds {}, the other one does not",
                        IsParameterRole(from.role) || IsParameterRole(to.role) ? "parameters" : "gradients");

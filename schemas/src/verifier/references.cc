@@ -5,6 +5,7 @@
 
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/program.h"
+#include "verifier/activations.h"
 
 namespace shardplan::verifier {
 namespace {
@@ -32,6 +33,7 @@ class InstructionCheck {
     CheckRole("src", i_.src, is.src);
     CheckRole("dst", i_.dst, is.dst);
     if (good_) CheckUnits();
+    if (good_) CheckActivations();
     return good_;
   }
 
@@ -61,6 +63,18 @@ class InstructionCheck {
       unit = plan_.buffers[buffer].unit;
     }
     if (i_.kind == InstructionKind::kAllGather && unit >= 0) CheckGatherRanks(plan_.units[unit]);
+  }
+
+  // Segments free an activation's storages one by one, on the stream that computes.
+  void CheckActivations() {
+    if (i_.kind != InstructionKind::kFree || !IsActivation(plan_.buffers[i_.src].role)) return;
+    if (!i_.parts.empty())
+      Fail(fmt::format("{}: activations are freed as a whole, and not in parts", Name(i_.kind)));
+    if (!i_.safe_after.empty())
+      Fail(
+          fmt::format("{}: the stream that computes waits for copies of activations, and not their free "
+                      "(safe_after)",
+                      Name(i_.kind)));
   }
 
   void CheckGatherRanks(const Unit& unit) {
@@ -117,6 +131,9 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
     }
     if (!NamesOrNone(plan.communicators, buffer.pool)) {
       fail(fmt::format("buffer {}: communicator {} does not exist", buffer.name, buffer.pool));
+    }
+    if (const std::string wrong = WhatIsWrongWithStorages(plan, buffer); !wrong.empty()) {
+      fail(fmt::format("buffer {}: {}", buffer.name, wrong));
     }
     for (std::size_t k = 0; k < buffer.parameters.size(); ++k) {
       const std::int32_t p = buffer.parameters[k];

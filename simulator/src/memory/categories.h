@@ -8,8 +8,7 @@
 
 namespace shardplan::internal {
 
-inline constexpr std::int32_t kBufferRoles =
-    static_cast<std::int32_t>(BufferRole::kInnerReduceAccumulated) + 1;
+inline constexpr std::int32_t kBufferRoles = static_cast<std::int32_t>(shardplan::kBufferRoles);
 inline constexpr std::int32_t kStorageRoles = static_cast<std::int32_t>(StorageRole::kParameterGrad) + 1;
 inline constexpr std::int32_t kKernelTemp = kBufferRoles + kStorageRoles;
 inline constexpr std::int32_t kCublasWorkspace = kKernelTemp + 1;

@@ -175,6 +175,10 @@ class MemoryWalk {
 
   void AllocateBuffer(BufferId id, StreamId stream) {
     const Buffer& buffer = plan_.buffers[static_cast<std::size_t>(id)];
+    if (buffer.role == BufferRole::kActivation) {
+      if (OnDevice()) segments_.Make(buffer, stream);
+      return;
+    }
     if (buffers_.IsAlive(id) || !buffers_.IsHere(buffer) || !optimizer_.Plays(buffer)) {
       return buffers_.Allocate(id, stream);
     }
@@ -185,6 +189,11 @@ class MemoryWalk {
   // `parts`: only these; empty: what is left.
   void FreeBuffer(BufferId id, const std::vector<std::int32_t>& parts = {},
                   const std::vector<StreamId>& recorded_on = {}) {
+    const Buffer& buffer = plan_.buffers[static_cast<std::size_t>(id)];
+    if (buffer.role == BufferRole::kActivation) {
+      if (OnDevice()) segments_.Drop(buffer);
+      return;
+    }
     gradients_.IsShared(id) ? gradients_.Free(id, parts, recorded_on) : buffers_.Free(id, parts, recorded_on);
   }
 

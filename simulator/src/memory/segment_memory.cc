@@ -161,6 +161,21 @@ inline ModelMemory& SegmentMemory::Storage(StorageId storage) {
   return storages_[index];
 }
 
+void SegmentMemory::Make(const Buffer& activations, StreamId stream) {
+  for (std::size_t p = 0; p < activations.storages.size(); ++p) {
+    ModelMemory& memory = Storage(activations.storages[p]);
+    blocks_.Free(memory);
+    memory = {.requested_bytes = activations.parts_bytes[p],
+              .category = CategoryOf(StorageRole::kSaved),
+              .stream = std::max(stream, 0)};
+    blocks_.Allocate(memory, activations.unit);
+  }
+}
+
+void SegmentMemory::Drop(const Buffer& activations) {
+  for (const StorageId storage : activations.storages) Drop(storage);
+}
+
 // Storages are there already where a step before never freed them.
 inline void SegmentMemory::Make(const ModelAction& action, const MemoryBlock& block) {
   ModelMemory& memory = Storage(action.storage);

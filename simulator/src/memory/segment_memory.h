@@ -21,6 +21,10 @@ class SegmentMemory {
                 GradientMemory& gradients, LiveBlocks& blocks, MemoryCursor& cursor);
 
   void Run(const Instruction& compute);
+  // Activations that come back from the host, and those that have left for it: all storages of the buffer, of
+  // the micro-batch that the cursor is at.
+  void Make(const Buffer& activations, StreamId stream);
+  void Drop(const Buffer& activations);
 
  private:
   static constexpr std::size_t kNoKernel = static_cast<std::size_t>(-1);

@@ -130,6 +130,10 @@ Status CheckedModel::Enqueue(StreamId stream, Work work, const std::string& wher
 // Equal, or a parameter as it was some optimizer steps ago, or wrong.
 void CheckedModel::Check(const Piece& piece, const std::byte* found, const std::string& where) {
   if (std::memcmp(found, piece.expected.data(), piece.expected.size()) == 0) return;
+  if (piece.unit < 0) {
+    return Fail(fmt::format("{}: part {} of {} is not what was saved", where, piece.at.part,
+                            plan_.buffers[piece.at.buffer].name));
+  }
   for (std::int64_t version = piece.version - 1; version >= 0; --version) {
     const std::span<const std::byte> old =
         expected_.Parameter(piece.unit, piece.parameter, rank_, version, piece.dtype);
@@ -258,6 +262,50 @@ void CheckedModel::CheckOrder(const executor::ComputeCall& call) {
                    call.microbatch));
 }
 
+std::span<const std::byte> CheckedModel::ActivationOf(StorageId storage, std::int32_t microbatch,
+                                                      std::int64_t step, std::size_t bytes) {
+  constexpr std::size_t kMost = 16;
+  std::vector<std::byte>& value = activations_[{storage, microbatch, step}];
+  while (value.size() < kMost) {
+    value.push_back(static_cast<std::byte>(1 + 7 * storage + 31 * microbatch + 89 * step +
+                                           3 * static_cast<std::int64_t>(value.size())));
+  }
+  return std::span(value).first(std::min(bytes, kMost));
+}
+
+// What the segment makes it writes; what it finds has to be what was made.
+void CheckedModel::AddActivations(const executor::ComputeCall& call, Work& work) {
+  for (const executor::ActivationUse& use : call.activations) {
+    const Buffer& buffer = plan_.buffers[use.buffer];
+    std::map<StorageId, bool> touched;  // whether it is made here
+    const auto touch = [&](StorageId storage, bool made) {
+      if (std::ranges::find(buffer.storages, storage) != buffer.storages.end())
+        touched.try_emplace(storage, made);
+    };
+    for (const SegmentEntry& entry : plan_.segments[call.segment].entries) {
+      if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
+        touch(born->storage, true);
+      } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
+        touch(dead->storage, false);
+      } else {
+        for (const StorageId storage : std::get<OperatorEvent>(entry).reads) touch(storage, false);
+      }
+    }
+    for (const auto& [storage, made] : touched) {
+      const auto part =
+          static_cast<std::int32_t>(std::ranges::find(buffer.storages, storage) - buffer.storages.begin());
+      const std::span<const std::byte> value = ActivationOf(
+          storage, call.microbatch, call.step, static_cast<std::size_t>(buffer.parts_bytes[part].value));
+      const BytePlace at = {use.buffer, part, 0};
+      if (made) {
+        work.writes.push_back({at, value, DType::kUInt8});
+      } else {
+        work.checks.push_back({.at = at, .expected = value, .dtype = DType::kUInt8});
+      }
+    }
+  }
+}
+
 Status CheckedModel::Compute(const executor::ComputeCall& call) {
   if (findings_.stops_at_failure && !findings_.failure.empty()) {
     return MakeError(ErrorCode::kInternal, findings_.failure);
@@ -277,6 +325,7 @@ Status CheckedModel::Compute(const executor::ComputeCall& call) {
     reads_[call.step].insert({call.microbatch, unit});
     AddReads(unit, bound_[unit], work.checks);
   }
+  AddActivations(call, work);
   for (const executor::GradTarget& target : call.grads) {
     const Buffer& buffer = plan_.buffers[target.buffer];
     const Unit& unit = plan_.units[target.unit];

@@ -2,14 +2,18 @@
 // A model of one rank that checks every number it meets against ExpectedValues, on any backend.
 //
 // A segment compares all unsharded parameters of the units that it reads with what the last optimizer step
-// gave, and makes its gradients; the segments come in the order of the model, which the plan of
-// ExpectedValues has; an optimizer step compares the reduced gradients and the shards, and steps
-// the shards. What nobody wrote, wrote too late or overwrote too early is not equal.
+// gave, and makes its gradients; activations that the plan moves hold what the segment that made them wrote;
+// the segments come in the order of the model, which the plan of ExpectedValues has; an optimizer step
+// compares the reduced gradients and the shards, and steps the shards. What nobody wrote, wrote too late or
+// overwrote too early is not equal.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <set>
+#include <span>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "shardplan/executor/replayer.h"
@@ -68,6 +72,9 @@ class CheckedModel final : public executor::Model {
   void CheckOrder(const executor::ComputeCall& call);
   void AddReads(UnitId unit, BufferId buffer, std::vector<Piece>& pieces);
   Piece ShardPiece(const ShardRun& run, UnitId unit, BufferId buffer, std::span<const std::byte> whole);
+  void AddActivations(const executor::ComputeCall& call, Work& work);
+  std::span<const std::byte> ActivationOf(StorageId storage, std::int32_t microbatch, std::int64_t step,
+                                          std::size_t bytes);
   void StepParameter(UnitId unit, std::int32_t parameter, bool on_host, Work& work);
   void AddReduced(UnitId unit, std::int32_t parameter, bool on_host, std::vector<Piece>& checks);
   void AddScratch(UnitId only_unit, Work& work);
@@ -100,7 +107,9 @@ class CheckedModel final : public executor::Model {
   Run last_ = {-1, -1};              // the latest segment
   std::int64_t zero_grads_ = 0;      // still to come
   std::size_t optimizer_steps_ = 0;  // so far
-  std::vector<std::byte> scratch_;   // what the optimizer leaves in its memory
+  // By storage, micro-batch and step: the first bytes of an activation.
+  std::map<std::tuple<StorageId, std::int32_t, std::int64_t>, std::vector<std::byte>> activations_;
+  std::vector<std::byte> scratch_;  // what the optimizer leaves in its memory
 };
 
 }  // namespace shardplan::test

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::array kDTypes = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16,
                                 DType::kUInt8};
-constexpr int kRoles = static_cast<int>(BufferRole::kInnerReduceAccumulated) + 1;
+constexpr int kRoles = static_cast<int>(kBufferRoles);
 
 std::int64_t BytesOf(const Buffer& buffer) {
   std::int64_t bytes = 0;

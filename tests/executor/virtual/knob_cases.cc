@@ -92,6 +92,28 @@ void AddEval(PlanCase& c) {
   c.steps = 4;
 }
 
+// What blocks save is in host memory between forward and backward.
+void AddActivationOffload(Cases& cases, const std::string& p) {
+  const auto add = [&](const std::string& name, std::vector<std::string> modules, std::int64_t every,
+                       const Cases::Change& change) {
+    cases.Add(p, "offload_activations" + name, 2, [&](PlanCase& c) {
+      c.strategy.activation_offload = ActivationOffload{std::move(modules), every, {0}};
+      change(c);
+    });
+  };
+  add("", {"layers.*"}, 1, [](PlanCase&) {});
+  add("_every_2", {"layers.*"}, 2, [](PlanCase&) {});
+  add("_of_modules", {"layers.*.mlp"}, 1, [](PlanCase&) {});
+  add("_accumulation", {"layers.*"}, 1, [](PlanCase& c) { c.strategy.program = {Accumulation(3, {}, {})}; });
+  add("_recomputed", {"layers.0", "layers.2.attn"}, 1, [](PlanCase& c) {
+    c.strategy.checkpoint = CheckpointRule{.modules = {"layers.1", "layers.2.mlp"}};
+  });
+  add("_nested", {"layers.*"}, 1, [](PlanCase& c) {
+    c.strategy.units = {
+        {.modules = {"layers.*.attn", "layers.*.mlp"}}, {.modules = {"layers.*"}}, {.modules = {""}}};
+  });
+}
+
 void AddFsdp2Units(Cases& cases) {
   const std::string p = "fsdp2";
   for (const int ranks : {1, 2, 3, 4}) cases.Add(p, fmt::format("ranks{}", ranks), ranks, [](PlanCase&) {});
@@ -176,6 +198,7 @@ void AddFsdp2Knobs(Cases& cases) {
     c.strategy.units = {{.modules = {"layers.*.attn", "layers.*.mlp"}}, {.modules = {""}}};
     c.strategy.checkpoint = CheckpointRule{.modules = {"layers.*"}};
   });
+  AddActivationOffload(cases, p);
   cases.Add(p, "eval", 2, AddEval);
   for (const bool pinned : {true, false}) {
     cases.Add(p, pinned ? "offload" : "offload_unpinned", 2, [pinned](PlanCase& c) {
@@ -353,6 +376,7 @@ void AddFsdp1(Cases& cases) {
     c.strategy.units = {{.modules = {""}}};
     c.strategy.fsdp1.use_orig_params = true;
   });
+  AddActivationOffload(cases, p);
   cases.Add(p, "checkpoint", 2,
             [](PlanCase& c) { c.strategy.checkpoint = CheckpointRule{.modules = {"layers.*"}}; });
   cases.Add(p, "eval", 2, AddEval);

@@ -67,9 +67,25 @@ class Walk:
             self.change("input", amount)
         for trigger in step["triggers"]:
             for instruction in trigger["instructions"]:
-                self.pass_by(instruction)
+                if not self.moves_activations(instruction, trigger.get("microbatch", 0)):
+                    self.pass_by(instruction)
         for amount in inputs:
             self.change("input", -amount)
+
+    def moves_activations(self, instruction, microbatch):
+        """An allocate or free of activations is that of all their storages."""
+        if instruction["kind"] not in ("allocate", "free"):
+            return False
+        buffer = self.document.buffers[self.document.ref(instruction, "dst" if instruction["kind"] == "allocate" else "src")]
+        if buffer["role"] != "activation":
+            return False
+        for storage, amount in zip(buffer["storages"], buffer["parts_bytes"], strict=True) if self.space == "device" else ():
+            self.forget((storage, microbatch))
+            if instruction["kind"] == "allocate":
+                self.storages[storage, microbatch] = amount, "saved"
+                self.change("saved", amount)
+        self.alive.take(instruction)
+        return True
 
     def pass_by(self, instruction):
         document, kind = self.document, instruction["kind"]

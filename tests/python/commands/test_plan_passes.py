@@ -8,7 +8,7 @@ from conftest import ROOT
 
 TRACE = ROOT / "examples" / "three_layers" / "trace.json"
 CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
-PASSES = ("apply_checkpointing fuse_operators choose_units split_ties extend_gradients join_tensors record_order place_events await_copies "
+PASSES = ("apply_checkpointing fuse_operators choose_units split_ties extend_gradients join_tensors record_order offload_activations place_events await_copies "
           "build_graph linearise describe digest verify").split()
 ARGUMENTS = ["--cluster", CLUSTER, "--unit", "layers.*", "-q"]
 

@@ -123,8 +123,13 @@ class Reader {
       case kCompute:
         return Compute(i);
       case kAllocate:
+        if (plan_.buffers[i.dst].role == BufferRole::kActivation) {
+          const std::vector<StorageId>& storages = plan_.buffers[i.dst].storages;
+          storages_[i.dst] = {storages.begin(), storages.end()};
+        }
         return Allocate(i.dst, i.stream);
       case kFree:
+        storages_.erase(i.src);
         return i.parts.empty() ? Free(i.src, i.safe_after) : FreeParts(i);
       case kBindUnsharded:
         if (const int instance = Use(i.src); instance >= 0) {
@@ -280,8 +285,43 @@ class Reader {
       made_[contributions_] = grad;
       sums_[instance].terms[contributions_++] = 1.0;
     }
+    const std::vector<BufferId> ended = UseActivations(segment, i.stream, reads, writes);
     AddWork(i.stream, std::move(reads), std::move(writes));
     program_.items.push_back({.kind = Item::Kind::kFree, .instance = own});
+    for (const BufferId buffer : ended) Free(buffer, {});
+  }
+
+  // Activations that the plan moves: the model makes, reads and ends their storages. Those that it ends here.
+  std::vector<BufferId> UseActivations(const Segment& segment, StreamId stream, std::vector<int>& reads,
+                                       std::vector<int>& writes) {
+    std::vector<BufferId> ended;
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      if (plan_.buffers[b].role != BufferRole::kActivation) continue;
+      const auto buffer = static_cast<BufferId>(b);
+      const std::vector<StorageId>& storages = plan_.buffers[b].storages;
+      const auto is_of = [&](StorageId s) { return std::ranges::find(storages, s) != storages.end(); };
+      bool makes = false, uses = false;
+      std::set<StorageId>& there = storages_[buffer];
+      for (const SegmentEntry& entry : segment.entries) {
+        if (const auto* born = std::get_if<AllocateEvent>(&entry); born != nullptr && is_of(born->storage)) {
+          makes = true;
+          there.insert(born->storage);
+        } else if (const auto* dead = std::get_if<FreeEvent>(&entry);
+                   dead != nullptr && is_of(dead->storage)) {
+          uses = true;
+          if (there.erase(dead->storage) == 0) Problem("storage_is_not_there");
+        } else if (const auto* op = std::get_if<OperatorEvent>(&entry)) {
+          uses = uses || std::ranges::any_of(op->reads, is_of) || std::ranges::any_of(op->writes, is_of);
+        }
+      }
+      if (makes && !alive_.contains(buffer)) Allocate(buffer, stream);
+      if (!makes && !uses) continue;
+      const int instance = Use(buffer);
+      if (instance < 0) continue;
+      (makes ? writes : reads).push_back(instance);
+      if (there.empty()) ended.push_back(buffer);
+    }
+    return ended;
   }
 
   BufferId GradBuffer(const SegmentGrad& grad) const {
@@ -390,7 +430,8 @@ class Reader {
 
   const Plan& plan_;
   Program program_;
-  std::map<BufferId, int> alive_;  // buffer -> instance
+  std::map<BufferId, int> alive_;                     // buffer -> instance
+  std::map<BufferId, std::set<StorageId>> storages_;  // of activations: those that are there
   std::map<BufferId, std::set<std::int32_t>> freed_parts_;
   std::map<int, std::set<std::int32_t>> brought_;  // instance -> parameters that were copied to it
   std::set<BufferId> freed_in_parts_;              // buffers of which some free names parts

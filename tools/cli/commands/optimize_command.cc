@@ -73,6 +73,7 @@ Result<OptimizeOptions> OptionsOf(const OptimizeArguments& arguments, const Clus
     options.may_change_policy = options.may_change_policy || allowed == "policy";
     options.may_checkpoint = options.may_checkpoint || allowed == "checkpoint";
     options.may_offload = options.may_offload || allowed == "offload";
+    options.may_offload_activations = options.may_offload_activations || allowed == "activations";
     options.may_release_cache = options.may_release_cache || allowed == "cache-release";
   }
   options.of_pytorch = !arguments.expressible.empty();
@@ -327,13 +328,15 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
                       "Not the fastest plan, but the best at the worst of the costs, when compute, links and "
                       "overlap are off by at most so much: 20%");
   command
-      ->add_option("--allow", options->allow,
-                   "What the plan may do besides: policy (be of another policy than the strategy's), "
-                   "checkpoint (recompute activations), offload (shards in host memory), cache-release "
-                   "(requests release the allocator's cache, and synchronise), mesh (replicas of shards on "
-                   "fewer ranks)")
+      ->add_option(
+          "--allow", options->allow,
+          "What the plan may do besides: policy (be of another policy than the strategy's), "
+          "checkpoint (recompute activations), activations (of blocks in host memory between forward and "
+          "backward), offload (shards in host memory), cache-release (requests release the allocator's "
+          "cache, and synchronise), mesh (replicas of shards on "
+          "fewer ranks)")
       ->delimiter(',')
-      ->check(CLI::IsMember({"policy", "checkpoint", "offload", "cache-release", "mesh"}));
+      ->check(CLI::IsMember({"policy", "checkpoint", "activations", "offload", "cache-release", "mesh"}));
   command
       ->add_option("--global-batch", options->global_batch,
                    "Samples of a step over all ranks: which trace's micro-batch, and how many of them, is "

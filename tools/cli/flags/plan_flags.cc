@@ -213,6 +213,16 @@ Status ApplyCheckpointFlags(const PlanFlags& flags, Strategy& strategy) {
   return {};
 }
 
+Status ApplyOffloadFlags(const PlanFlags& flags, Strategy& strategy) {
+  if (!flags.offload_activations.empty())
+    strategy.activation_offload = ActivationOffload{.modules = flags.offload_activations};
+  if (!flags.offload_every) return {};
+  if (!strategy.activation_offload)
+    return MakeError(ErrorCode::kUsage, "--offload-every is of --offload-activations MODULES");
+  strategy.activation_offload->every = *flags.offload_every;
+  return {};
+}
+
 }  // namespace
 
 void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
@@ -257,6 +267,12 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
       "--checkpoint-save", flags.checkpoint_save,
       "Operators that are not run again: NAME, or NAME:N where every N-th of a module's is; torchtitan: "
       "those of its selective checkpointing by operator");
+  group.Option("--offload-activations", flags.offload_activations,
+               "Activations of the units of these modules are in host memory between forward and backward");
+  group
+      .Option("--offload-every", flags.offload_every,
+              "Of those units only every so many-th, in the order of their forwards")
+      ->check(CLI::Range(1, 1000000));
   group.Flag("--compile", flags.compile, "Elementwise operators fused, as torch.compile does");
   group.Option("--optimizer", flags.optimizer,
                "adamw, adam, sgd, sgdm, adafactor or none; then any of -foreach, -fused, -forloop (default: "
@@ -290,6 +306,7 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   if (flags.limit_all_gathers) strategy.fsdp1.limit_all_gathers = *flags.limit_all_gathers;
   if (flags.use_orig_params) strategy.fsdp1.use_orig_params = true;
   if (Status applied = ApplyCheckpointFlags(flags, strategy); !applied) return applied;
+  if (Status applied = ApplyOffloadFlags(flags, strategy); !applied) return applied;
   if (flags.compile) strategy.compile = true;
   if (flags.alloc_conf) {
     if (Status checked = CheckAllocatorSettings(*flags.alloc_conf); !checked) return checked;

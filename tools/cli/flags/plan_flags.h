@@ -33,6 +33,8 @@ struct PlanFlags {
   bool use_orig_params = false;
   std::vector<std::string> checkpoint;
   std::optional<std::int64_t> checkpoint_every;
+  std::vector<std::string> offload_activations;
+  std::optional<std::int64_t> offload_every;
   std::vector<std::string> checkpoint_save;  // "aten.mm:2", "torchtitan"
   bool compile = false;
   std::optional<std::string> optimizer;

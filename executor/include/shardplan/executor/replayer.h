@@ -44,6 +44,12 @@ struct GradTarget {
   bool adds = false;
 };
 
+// Activations that the plan moves (role activation), of which a segment makes, uses or frees storages.
+struct ActivationUse {
+  BufferId buffer = -1;
+  std::int32_t made = 0, freed = 0;  // storages
+};
+
 // The request of a compute instruction.
 struct ComputeCall {
   SegmentId segment = -1;
@@ -52,6 +58,7 @@ struct ComputeCall {
   std::int64_t step = 0;  // steps completed before this one
   std::span<const GradTarget>
       grads;  // in the order of Segment::grads; empty for a model that makes them itself
+  std::span<const ActivationUse> activations;
 };
 
 class StepRecorder;
@@ -92,6 +99,18 @@ class Model {
   // MakesGradients only. The plan frees a grad_unsharded buffer: drop your references (parameter.grad =
   // None). The device has dropped its own.
   virtual Status DropGradients(UnitId, BufferId, std::span<const std::int32_t> /*parts*/) { return {}; }
+
+  // True: activations are the model's until the plan frees them, and again when they are back. False: the
+  // device has them all the time.
+  virtual bool HoldsActivations() const { return RunsItself(); }
+  // HoldsActivations only. Before a copy to the host: give the device the storages, a tensor of bytes for
+  // each part (TorchDevice::SetParts).
+  virtual Status TakeActivations(UnitId, BufferId, std::int32_t /*microbatch*/) { return {}; }
+  // HoldsActivations only. The plan frees them: drop your references.
+  virtual Status DropActivations(UnitId, BufferId, std::int32_t /*microbatch*/) { return {}; }
+  // HoldsActivations only. They come back with the work issued so far on the stream of the copy: take the
+  // parts (TorchDevice::Part), which the device forgets.
+  virtual Status GiveActivations(UnitId, BufferId, std::int32_t /*microbatch*/) { return {}; }
 
   // The last collective of a reduction was issued on the stream: reduce_scatter, all_reduce where there are
   // replicas. `buffer` holds its result when the stream gets there; work issued now on the stream may change

@@ -129,6 +129,12 @@ Status CheckFits(const Plan& plan, const ModelTree& tree) {
                           "modules in C++ cannot hold views of a flat parameter", "flat",
                           "per_parameter (policies fsdp2 and optimized)");
   }
+  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
+    if (plan.buffers[b].role != BufferRole::kActivation) continue;
+    return MakeInputError(fmt::format("/buffers/{}/role", b),
+                          "modules in C++ cannot hand over what autograd saves", "activation",
+                          "a plan that offloads no activations");
+  }
   const std::vector<std::string> differences = Differences(plan, tree);
   if (differences.empty()) return {};
   const auto shown = std::min(differences.size(), kShownDifferences);

@@ -33,6 +33,7 @@ struct OptimizeOptions {
   bool may_change_policy = false;  // the plan may be of another policy than the strategy's
   bool may_checkpoint = false;
   bool may_offload = false;
+  bool may_offload_activations = false;  // of blocks, between forward and backward
   bool may_release_cache = false;  // a request that finds no memory may release the cache: it synchronises
   // Only what FSDP2 has a call for is decided (fsdp2_settings.h), so `shardplan export --fsdp2` leaves
   // nothing out. Of a strategy of fsdp2.

@@ -123,7 +123,12 @@ enum class BufferRole : std::uint8_t {
   // ones, on their way / kept for a later micro-batch.
   kInnerReduceOutput,
   kInnerReduceAccumulated,
+  // What the model saves in a unit's forward for its backward, as storages of the model: in host memory
+  // between the two, and on the device before and after.
+  kActivation,
+  kActivationHost,
 };
+inline constexpr std::size_t kBufferRoles = static_cast<std::size_t>(BufferRole::kActivationHost) + 1;
 
 enum class MemoryKind : std::uint8_t { kDevice, kPinnedHost, kHost };
 
@@ -137,6 +142,10 @@ struct Buffer {
   // grad_unsharded, param_sharded and grad_sharded of a per_parameter unit: one per entry of `parameters`.
   std::vector<Bytes> parts_bytes;
   std::vector<std::int32_t> parameters;  // indices into Unit::parameters that it holds, ascending
+  // activation, activation_host: the storage of the model that each part is or is a copy of, of the
+  // micro-batch of the trigger that works on it. Segments make an activation's storages and free what is left
+  // of them; allocate and free do the same for all of them at once.
+  std::vector<StorageId> storages;
   MemoryKind memory = MemoryKind::kDevice;
   bool persistent = false;   // alive before the first step and after the last
   CommunicatorId pool = -1;  // allocated from this communicator's own memory pool; -1: the caching allocator

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "shardplan/schemas/dtype.h"
+#include "shardplan/schemas/quantity.h"
 
 namespace shardplan {
 
@@ -215,6 +216,17 @@ struct CheckpointRule {
   bool operator==(const CheckpointRule&) const = default;
 };
 
+// Activations in host memory between forward and backward (torch.autograd.graph.saved_tensors_hooks, with a
+// stream for each direction). Modules that are matched (as UnitRule::modules) are units' or in units; of
+// these units, in the order of their forwards, every `every`-th is offloaded. What goes are tensors that were
+// made in such a module's forward and that autograd alone holds when it ends, of at least `min_bytes`.
+struct ActivationOffload {
+  std::vector<std::string> modules;
+  std::int64_t every = 1;
+  Bytes min_bytes{1 << 20};
+  bool operator==(const ActivationOffload&) const = default;
+};
+
 // The arguments of torch.optim that decide what it allocates. Numbers (lr, betas, dampening) change nothing.
 enum class OptimizerKind : std::uint8_t { kNone, kSgd, kAdamW, kAdam, kAdafactor };
 enum class OptimizerImplementation : std::uint8_t { kForLoop, kForeach, kFused };
@@ -296,6 +308,7 @@ struct Strategy {
   // them.
   std::map<std::string, KnobValue> policy_knobs;
   std::optional<CheckpointRule> checkpoint;
+  std::optional<ActivationOffload> activation_offload;
   bool compile = false;  // elementwise operators are fused as torch.compile does
   // Settings of the caching allocator as PYTORCH_CUDA_ALLOC_CONF has them; "": LibTorch's defaults. They
   // decide what is reserved, and nothing of the plan.

@@ -103,6 +103,22 @@ void Words::TensorWrittenInRace(StorageId storage, const Work& other, const Work
       OrderChain(other, writer));
 }
 
+void Words::StorageIsMissing(BufferId buffer, StorageId storage, Position at) {
+  reporter_.Add(
+      Rule::kComputeOrder, at, buffer,
+      fmt::format("{} works on all of {}, and storage {} of it is not there: no segment has made it, "
+                  "or one has freed it",
+                  Instruction(at), Buffer(buffer), storage));
+}
+
+void Words::BringsBackOthers(BufferId host, std::int32_t microbatch, Position at) {
+  const std::string whose =
+      microbatch < 0 ? std::string("another step") : fmt::format("micro-batch {}", microbatch);
+  reporter_.Add(
+      Rule::kComputeOrder, at, host,
+      fmt::format("{} brings back what is in {}, which is of {}", Instruction(at), Buffer(host), whose));
+}
+
 void Words::FreedTooEarly(std::int32_t pool, const Debt& debt, const Work& first_use, BufferId reused_as) {
   std::vector<std::string> chain = OrderChain(debt.use, first_use);
   if (debt.use.stream == pool) {  // free and use agree; the new user runs ahead of the pool's stream

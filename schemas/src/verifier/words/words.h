@@ -34,6 +34,10 @@ class Words {
   // ... of a tensor of the model.
   void TensorReadNotOrdered(StorageId storage, const Work& writer, const Work& reader);
   void TensorWrittenInRace(StorageId storage, const Work& other, const Work& writer);
+  // ... of activations that are copied or freed as a whole.
+  void StorageIsMissing(BufferId buffer, StorageId storage, Position at);
+  // What is in `host` is of micro-batch `microbatch`; -1: of another step.
+  void BringsBackOthers(BufferId host, std::int32_t microbatch, Position at);
   // `reused_as`: the buffer that the memory is handed out for, -1 for the model's own; from the pool of
   // stream `pool`.
   void FreedTooEarly(std::int32_t pool, const Debt& debt, const Work& first_use, BufferId reused_as);

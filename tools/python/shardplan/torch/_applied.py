@@ -77,6 +77,7 @@ class Applied:
     expected_memory: tuple | None = None  # (plan, rows of `shardplan memory`), once they were asked for
     setters: object = None  # Setters, of a plan of fsdp2
     undo_recompute: Callable[[], None] = lambda: None
+    undo_offload: Callable[[], None] = lambda: None
     step_begins: bool = False  # the functions below are being called
     at_next_step: list = dataclasses.field(default_factory=list)  # functions, called once where a step begins: (module, args, kwargs)
     optimizer_seen: bool = False  # one has stepped outside of a backward

@@ -25,6 +25,7 @@ from ._init import Initialize, Source, reset_parameters
 from ._kept_plans import KeptPlans
 from ._mesh import data_parallel_mesh, process_groups, resolve_mesh
 from ._native import native
+from ._offload import offload
 from ._peers import connect, peers, seconds
 from ._precision import matches, rule_of, torch_dtype
 from ._recompute import recompute
@@ -212,6 +213,7 @@ def apply(
     if not applied.flat_units():  # whose original parameters stay the user's
         applied.replaced = replaced
     applied.undo_recompute = recompute(plan, model)
+    applied.undo_offload = offload(plan, model, device, runtime)
     applied.start()
     if flat := applied.flat_units():
         _flat.remember(model, flat)

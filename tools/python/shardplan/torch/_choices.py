@@ -9,7 +9,7 @@ from typing import Any, Literal
 OnDeviation = Literal["stop", "replan"]
 Memory = Literal["allocator", "arena"]
 Policy = Literal["fsdp2", "optimize"]
-Decision = Literal["checkpoint", "offload", "cache-release"]
+Decision = Literal["checkpoint", "activations", "offload", "cache-release"]
 StateDictKind = Literal["full", "sharded"]
 
 

@@ -41,6 +41,6 @@ def remove(model: nn.Module) -> nn.Module:
     for module in model.modules():
         vars(module).pop(UNIT_ATTRIBUTE, None)
     vars(model).pop(ATTRIBUTE)
-    for undo in (applied.undo_recompute, *applied.undo):
+    for undo in (applied.undo_offload, applied.undo_recompute, *applied.undo):
         undo()
     return model

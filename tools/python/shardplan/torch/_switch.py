@@ -10,6 +10,7 @@ from ._fsdp_module import give_methods
 from ._kept_plans import KeptPlans
 from ._mesh import process_groups
 from ._peers import connect
+from ._offload import offload
 from ._recompute import recompute
 from ._runtime import make_runtime, supply_shards
 
@@ -59,6 +60,7 @@ def switch(applied: Applied, plan) -> None:
     step, replans = applied.runtime.step, applied.following.replans
     applied.runtime.restart()
     applied.unhook()
+    applied.undo_offload()
     applied.undo_recompute()
     for module in applied.model.modules():
         vars(module).pop(UNIT_ATTRIBUTE, None)
@@ -67,6 +69,7 @@ def switch(applied: Applied, plan) -> None:
     for number, (unit, sharded) in enumerate(zip(plan.units, shards)):
         supply_shards(runtime, number, unit, sharded)
     applied.undo_recompute = recompute(plan, applied.model)
+    applied.undo_offload = offload(plan, applied.model, applied.device, runtime)
     applied.start()
     runtime.step = step
     applied.following = KeptPlans(applied)
