@@ -29,6 +29,12 @@ void LeaveOutKnobs(Strategy& strategy, std::vector<LeftOut>& left_out) {
     leave("inner_reduce_ranks", "reductions in two levels; FSDP2 reduces over all shards at once");
     knobs.inner_reduce_ranks = 0;
   }
+  if (strategy.activation_offload) {
+    left_out.push_back(
+        {"/strategy/activation_offload",
+         "activations in host memory between forward and backward; FSDP2 leaves them where they are"});
+    strategy.activation_offload.reset();
+  }
   if (strategy.pytorch.value_or(kNewestPyTorch) != PyTorchVersion::k2_11) return;
   if (knobs.separate_reduce_scatter_communicator) {
     leave("separate_reduce_scatter_communicator",
@@ -68,6 +74,11 @@ Result<Fsdp2Settings> OfFsdp1(const Plan& plan) {
     strategy.mixed_precision =
         MixedPrecision{.param_dtype = given.param_dtype,
                        .reduce_dtype = given.reduce_dtype ? given.reduce_dtype : given.param_dtype};
+  }
+  if (strategy.activation_offload) {
+    settings.left_out.push_back(
+        {"/strategy/activation_offload", "activations in host memory between forward and backward"});
+    strategy.activation_offload.reset();
   }
   if (knobs.comm_hook != Fsdp1CommHook::kNone)
     settings.left_out.push_back({"/strategy/fsdp1/comm_hook", "a hook in the place of the reductions"});

@@ -73,6 +73,7 @@ inline BoundCase RandomBoundCase(std::uint32_t seed) {
   RandomPlanCase random_case = RandomCase(seed, seed % 5 == 0);
   Random random(seed * 2654435761U);
   random_case.strategy.cpu_offload = false;
+  random_case.strategy.activation_offload.reset();
   return {std::move(random_case.trace), std::move(random_case.strategy),
           RandomCluster(random, random_case.ranks)};
 }

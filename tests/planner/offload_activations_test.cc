@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "shardplan/planner/fsdp2_settings.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/memory_profile.h"
@@ -162,6 +163,15 @@ TEST(ActivationOffloadTest, RefusesWhatCannotBe) {
   lost.program = {
       {ForwardCall{0, 0}, ForwardCall{1, 0}, BackwardCall{{1}, 0}, OptimizerStepCall{}, ZeroGradCall{}}};
   EXPECT_NE(OffloadError(trace, lost), "");
+}
+
+TEST(ActivationOffloadTest, PlainFsdp2LeavesItOut) {
+  Strategy strategy = Offloading({"blocks.*"});
+  strategy.policy = "fsdp2";
+  const Fsdp2Settings settings = WithoutWhatFsdp2Lacks(strategy);
+  ASSERT_EQ(settings.left_out.size(), 1U);
+  EXPECT_EQ(settings.left_out.front().pointer, "/strategy/activation_offload");
+  EXPECT_FALSE(settings.strategy.activation_offload);
 }
 
 // Each wait, and each instruction that moves activations, is needed: the verifier sees it go.

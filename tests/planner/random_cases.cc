@@ -33,6 +33,19 @@ void AddUnits(Random& random, const Trace& trace, Strategy& strategy) {
   strategy.units.push_back({.modules = {""}});
 }
 
+// Of some units that are not recomputed. Seeds give otherwise what they gave before there was this.
+void AddActivationOffload(std::uint32_t seed, bool may_freeze, Strategy& strategy) {
+  Random random(seed * 69069U + 5);
+  if (may_freeze || !random.Chance(35)) return;
+  ActivationOffload rule{.modules = {}, .every = 1 + random.Below(2), .min_bytes = {0}};
+  for (const UnitRule& unit : strategy.units) {
+    const std::string& fqn = unit.modules.front();
+    const bool recomputed = strategy.checkpoint && (fqn == "a" || fqn.starts_with("a."));
+    if (!fqn.empty() && !recomputed && random.Chance(60)) rule.modules.push_back(fqn);
+  }
+  if (!rule.modules.empty()) strategy.activation_offload = std::move(rule);
+}
+
 }  // namespace
 
 RandomPlanCase RandomCase(std::uint32_t seed, bool may_freeze) {
@@ -71,6 +84,7 @@ RandomPlanCase RandomCase(std::uint32_t seed, bool may_freeze) {
                   OptimizerStepCall{}, ZeroGradCall{}}};
   }
   if (random.Chance(30)) s.checkpoint = CheckpointRule{.modules = {"a"}, .early_stop = random.Chance(70)};
+  AddActivationOffload(seed, may_freeze, s);
   s.cpu_offload = s.policy == "fsdp2" && random.Chance(20);  // fsdp1 adds to no gradient that is offloaded
   return c;
 }

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "replay/copy_resolver.h"
+#include "shardplan/schemas/activations.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"
@@ -107,32 +108,11 @@ class Builder {
   }
 
   void FindActivations() {
-    program_.activations.resize(plan_.segments.size());
-    std::map<StorageId, BufferId> buffer_of;
-    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
-      if (!IsActivation(static_cast<BufferId>(b))) continue;
-      for (const StorageId storage : plan_.buffers[b].storages) buffer_of[storage] = static_cast<BufferId>(b);
-    }
-    for (std::size_t s = 0; s < plan_.segments.size() && !buffer_of.empty(); ++s) {
-      std::vector<ActivationUse>& uses = program_.activations[s];
-      const auto use = [&](StorageId storage, std::int32_t made, std::int32_t freed) {
-        const auto found = buffer_of.find(storage);
-        if (found == buffer_of.end()) return;
-        auto known = std::ranges::find(uses, found->second, &ActivationUse::buffer);
-        if (known == uses.end()) known = uses.insert(uses.end(), {.buffer = found->second});
-        known->made += made;
-        known->freed += freed;
-      };
-      for (const SegmentEntry& entry : plan_.segments[s].entries) {
-        if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
-          use(born->storage, 1, 0);
-        } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
-          use(dead->storage, 0, 1);
-        } else {
-          const auto& op = std::get<OperatorEvent>(entry);
-          for (const StorageId storage : op.reads) use(storage, 0, 0);
-          for (const StorageId storage : op.writes) use(storage, 0, 0);
-        }
+    for (const std::vector<ActivationTouch>& touched : ActivationsTouched(plan_)) {
+      std::vector<ActivationUse>& uses = program_.activations.emplace_back();
+      for (const ActivationTouch& touch : touched) {
+        uses.push_back({touch.buffer, static_cast<std::int32_t>(touch.made.size()),
+                        static_cast<std::int32_t>(touch.freed.size())});
       }
     }
   }

@@ -265,7 +265,7 @@ std::string ActivationsText(const Job& job, const Choice& choice) {
   if (job.keeps_activations) return "as given";
   const Choice effective = Effective(job, choice);
   if (effective.offloaded == 0) return "stay on the device";
-  return fmt::format("of {} of {} blocks in host memory", effective.offloaded, job.chain.blocks);
+  return fmt::format("those of {} of {} blocks are in host memory", effective.offloaded, job.chain.blocks);
 }
 
 }  // namespace

@@ -77,7 +77,12 @@ Result<Evaluation> Measure(const Plan& plan, const FitOptions& fit) {
 
 Evaluator::Evaluator(const Trace& trace, const Job& job, const Cluster& cluster,
                      const OptimizeOptions& options)
-    : series_(trace, cluster), trace_(trace), job_(job), options_(options), cluster_(cluster) {}
+    : series_(trace, cluster),
+      trace_(trace),
+      job_(job),
+      options_(options),
+      cluster_(cluster),
+      limit_(options.plan_limit) {}
 
 const UnitModel* Evaluator::ModelOfUnits() {
   if (!std::exchange(asked_for_unit_model_, true)) {
@@ -113,8 +118,14 @@ bool Evaluator::OutOfTime() {
   return late || Stopped();
 }
 
+void Evaluator::GoOn() {
+  cut_short_ = WasCutShort();
+  if (limit_ > 0) limit_ = counted_ + options_.plan_limit;
+  ended_ = false;  // unless it is for another reason
+}
+
 bool Evaluator::Ended() {
-  if (options_.plan_limit > 0 && counted_ >= options_.plan_limit) ended_ = true;
+  if (limit_ > 0 && counted_ >= limit_) ended_ = true;
   return OutOfTime() || ended_;
 }
 
@@ -177,8 +188,8 @@ std::vector<Evaluation> Evaluator::Evaluate(const std::vector<Choice>& choices, 
     Choice effective = Effective(job_, choice);
     if (!made_.contains(effective) && seen.insert(effective).second) wanted.push_back(std::move(effective));
   }
-  if (!even_late && options_.plan_limit > 0) {
-    const std::int64_t left = std::max(options_.plan_limit - counted_, std::int64_t{made_.empty() ? 1 : 0});
+  if (!even_late && limit_ > 0) {
+    const std::int64_t left = std::max(limit_ - counted_, std::int64_t{made_.empty() ? 1 : 0});
     if (std::ssize(wanted) > left) {
       wanted.resize(static_cast<std::size_t>(left));
       ended_ = true;

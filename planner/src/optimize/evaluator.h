@@ -60,6 +60,10 @@ class Evaluator {
   std::vector<Choice> Fastest(std::vector<Choice> choices, std::size_t most);
   // The search has to end: it has made its plans, the time is over, or somebody said so.
   bool Ended();
+  // Another search follows, with as many plans again.
+  void GoOn();
+  // This search, or one before it, had to end.
+  bool WasCutShort() { return cut_short_ || Ended(); }
   std::int64_t evaluations() const { return std::ssize(made_); }
   const std::map<Choice, Evaluation>& known() const { return known_; }
 
@@ -84,6 +88,8 @@ class Evaluator {
   std::map<Choice, bool> fits_;
   std::map<Choice, Bytes> reserved_;
   std::int64_t counted_ = 0;  // evaluations that the limit is about
+  std::int64_t limit_ = 0;    // 0: none
+  bool cut_short_ = false;    // a search before this one had to end
   std::atomic<bool> ended_ = false;
 };
 

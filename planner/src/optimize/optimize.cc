@@ -131,7 +131,7 @@ class OptimizeRun {
       if (!found) return std::unexpected(WhyNothing());
       if (!search.Fits(*found)) return NothingFits(*found);
       if (!Take(found->choice)) continue;
-      complete_ = !evaluator_.Ended();
+      complete_ = !evaluator_.WasCutShort();
       return {};
     }
     return MakeError(ErrorCode::kNegative, "none of the best plans that were found verifies");

@@ -170,6 +170,7 @@ void Search::ClimbByMoves() {
        move_class = (move_class + 1) % kMoveClasses) {
     const Choice from = best_->choice;
     std::vector<Choice> moves = Moves(job_, options_, from, move_class);
+    if (!offloads_) std::erase_if(moves, [](const Choice& move) { return move.offloaded > 0; });
     if (move_class == kUnitMoves && !job_.keeps_units && !from.fsdp1) {
       // Where memory is short, cuts count for what they need, which the model does not know.
       const bool tight = best_->evaluation.pooled_bytes.value > best_->evaluation.budget_bytes.value / 10 * 9;
@@ -224,9 +225,24 @@ void Search::TryRecomputationOf(const Choice& fastest, std::int64_t part) {
   }
 }
 
+// What is in host memory need not be computed again: where more is, less is recomputed.
+void Search::TryOffloadBeside(const Choice& best) {
+  if (!offloads_) return;
+  const std::int32_t blocks = job_.chain.blocks;
+  for (const std::int32_t step : {1, 2, blocks / 8 + 1}) {
+    for (const std::int32_t count : {best.offloaded - step, best.offloaded + step}) {
+      if (count < 0 || count > blocks) continue;
+      Choice beside = best;
+      beside.offloaded = count;
+      FitRecomputationOf(beside);
+    }
+  }
+}
+
 // What is kept and what is recomputed share the budget: where one has less, the other has more.
 void Search::TryRecomputationBeside(const Choice best) {
   FitRecomputationOf(best);
+  TryOffloadBeside(best);
   if (job_.keeps_checkpoint || !options_.may_checkpoint || job_.keeps_reshard || best.fsdp1) return;
   const auto units = static_cast<std::int32_t>(best.units.size());
   const std::int32_t kept = std::min(best.kept, units);
@@ -237,16 +253,6 @@ void Search::TryRecomputationBeside(const Choice best) {
       Choice beside = best;
       beside.kept = other;
       FitRecomputationOf(beside);
-    }
-  }
-  if (!job_.keeps_activations) {
-    for (const std::int32_t step : {1, 2, job_.chain.blocks / 8 + 1}) {
-      for (const std::int32_t other : {best.offloaded - step, best.offloaded + step}) {
-        if (other < 0 || other > job_.chain.blocks) continue;
-        Choice beside = best;
-        beside.offloaded = other;
-        FitRecomputationOf(beside);
-      }
     }
   }
   for (const std::int32_t other : {best.accumulated - units / 8 - 1, best.accumulated + units / 8 + 1}) {
@@ -366,6 +372,15 @@ std::vector<Choice> Search::RecomputingOf(const std::vector<Choice>& grid) const
   return recomputing;
 }
 
+// From the best of a search that leaves activations where they are: so allowing more makes no step longer.
+void Search::ClimbOffloading() {
+  if (job_.keeps_activations || !best_) return;
+  evaluator_.GoOn();
+  offloads_ = true;
+  Climb();
+  offloads_ = false;
+}
+
 std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   refused_ = refused;
   best_.reset();
@@ -419,6 +434,7 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   // A baseline is never faster, not even where the time was over before it was tried.
   Consider(baselines, Effort::kAll);
   TryWholeGrid(grid);
+  ClimbOffloading();
   return best_;
 }
 

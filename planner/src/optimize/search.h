@@ -39,6 +39,8 @@ class Search {
   void TryRecomputation(const std::vector<Choice>& beginnings);
   void TryRecomputationOf(const Choice& fastest, std::int64_t part);
   void FitRecomputationOf(const Choice& from);
+  void ClimbOffloading();
+  void TryOffloadBeside(const Choice& best);
   void TryRecomputationBeside(Choice best);
   std::vector<Choice> WithMost(std::vector<Choice> choices, std::int32_t Choice::*count,
                                std::vector<std::int32_t>& most);
@@ -66,6 +68,7 @@ class Search {
   // More to compute with so many blocks recomputed, and that kept: of settings of the grid.
   std::map<std::pair<std::int32_t, std::map<std::string, std::int64_t>>, Nanoseconds> recomputed_ns_;
   bool fits_ = false;                                  // the best does
+  bool offloads_ = false;                              // activations may leave
   std::optional<std::pair<bool, std::int64_t>> told_;  // of the best that progress was told of
 };
 

@@ -147,7 +147,7 @@ class UnitFinder {
   std::vector<OffloadedUnit> InForward(std::int32_t f) const {
     const Pass& pass = trace_.forwards[f];
     const std::set<StorageId> in_backward = FreedInBackward(f);
-    std::set<StorageId> gone;
+    std::set<StorageId> gone = MadeByOthers(f);
     bool says_releases = false;
     for (const TraceEvent& event : pass.events) {
       if (const auto* free = std::get_if<FreeEvent>(&event)) gone.insert(free->storage);
@@ -179,6 +179,18 @@ class UnitFinder {
       }
     }
     return found;
+  }
+
+  // Storages that other forwards make, too: which of them is meant, no segment says.
+  std::set<StorageId> MadeByOthers(std::int32_t f) const {
+    std::set<StorageId> made;
+    for (std::size_t other = 0; other < trace_.forwards.size(); ++other) {
+      if (other == static_cast<std::size_t>(f)) continue;
+      for (const TraceEvent& event : trace_.forwards[other].events) {
+        if (const auto* born = std::get_if<AllocateEvent>(&event)) made.insert(born->storage);
+      }
+    }
+    return made;
   }
 
   // By the backward that covers the forward, before the engine ends.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 
+#include "shardplan/schemas/activations.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/instruction_set.h"
@@ -64,6 +65,7 @@ class GraphBuilder {
   explicit GraphBuilder(const Plan& plan)
       : plan_(plan),
         used_(FindUsed(plan)),
+        activations_(ActivationsTouched(plan)),
         alive_(plan),
         state_(plan.buffers.size()),
         bound_(plan.units.size(), -1),
@@ -346,6 +348,7 @@ class GraphBuilder {
       if (grad.unit != previous) Write(unsharded_gradients_[grad.unit], EdgeKind::kData);
       previous = grad.unit;
     }
+    for (const ActivationTouch& touch : activations_[i.segment]) WriteBuffer(touch.buffer);
     GiveBack(i.stream);  // its own tensors come and go
   }
 
@@ -373,6 +376,7 @@ class GraphBuilder {
 
   const Plan& plan_;
   const std::vector<bool> used_;
+  const std::vector<std::vector<ActivationTouch>> activations_;  // by segment
   // Of the program so far, over all steps.
   AliveBuffers alive_;
   std::vector<BufferState> state_;

@@ -75,9 +75,12 @@ class Writer {
     std::vector<Segment>& segments = program_.plan.segments;
     Segment forward{
         .name = "forward " + name, .phase = SegmentPhase::kForward, .unit = unit, .reads = {unit}};
-    // Beside the steps nothing is offloaded: what would be is made and ends with the forward.
+    // Beside the steps nothing is offloaded: what would be is made and ends with the forward. Of units that
+    // have no procedure, with the first one's.
     for (const Buffer& buffer : given_.buffers) {
-      if (buffer.role != BufferRole::kActivation || buffer.unit != unit) continue;
+      const bool has_one = std::ranges::find(units_, buffer.unit) != units_.end();
+      if (buffer.role != BufferRole::kActivation || (has_one ? buffer.unit : units_.front()) != unit)
+        continue;
       for (std::size_t p = 0; p < buffer.storages.size() && p < buffer.parts_bytes.size(); ++p) {
         forward.entries.emplace_back(
             AllocateEvent{.storage = buffer.storages[p], .size_bytes = buffer.parts_bytes[p]});

@@ -78,40 +78,13 @@ bool ComputeOrderOfBroughtBack(CopiedActivations copied, CopiedActivations wante
   return copied.step >= 0 && copied != wanted;
 }
 
-Activations::Activations(const Plan& plan) : plan_(plan), touched_(plan.segments.size()) {
-  std::map<StorageId, BufferId> buffer_of;
-  for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
-    if (plan.buffers[b].role != BufferRole::kActivation) continue;
-    for (const StorageId storage : plan.buffers[b].storages) buffer_of[storage] = static_cast<BufferId>(b);
-  }
-  if (buffer_of.empty()) return;
-  for (std::size_t s = 0; s < plan.segments.size(); ++s) {
-    std::vector<Touch>& touched = touched_[s];
-    const auto touch = [&](StorageId storage) -> Touch* {
-      const auto found = buffer_of.find(storage);
-      if (found == buffer_of.end()) return nullptr;
-      const auto known = std::ranges::find(touched, found->second, &Touch::buffer);
-      return known != touched.end() ? &*known : &touched.emplace_back(Touch{found->second, {}, {}});
-    };
-    for (const SegmentEntry& entry : plan.segments[s].entries) {
-      if (const auto* op = std::get_if<OperatorEvent>(&entry)) {
-        for (const StorageId storage : op->reads) touch(storage);
-        for (const StorageId storage : op->writes) touch(storage);
-      } else if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
-        if (Touch* made = touch(born->storage)) made->made.push_back(born->storage);
-      } else if (const StorageId storage = std::get<FreeEvent>(entry).storage;
-                 Touch* freed = touch(storage)) {
-        freed->freed.push_back(storage);
-      }
-    }
-  }
-}
+Activations::Activations(const Plan& plan) : plan_(plan), touched_(ActivationsTouched(plan)) {}
 
-const std::vector<Activations::Touch>& Activations::TouchedBy(SegmentId segment) const {
+const std::vector<ActivationTouch>& Activations::TouchedBy(SegmentId segment) const {
   return touched_[static_cast<std::size_t>(segment)];
 }
 
-void Activations::Pass(const Touch& touch) {
+void Activations::Pass(const ActivationTouch& touch) {
   std::set<StorageId>& there = there_[touch.buffer];
   there.insert(touch.made.begin(), touch.made.end());
   for (const StorageId storage : touch.freed) there.erase(storage);

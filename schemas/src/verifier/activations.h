@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "shardplan/schemas/activations.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::verifier {
@@ -40,15 +41,11 @@ class Activations {
  public:
   explicit Activations(const Plan& plan);
 
-  struct Touch {
-    BufferId buffer = -1;
-    std::vector<StorageId> made, freed;
-  };
   // The buffers of which the segment makes, uses or frees a storage.
-  const std::vector<Touch>& TouchedBy(SegmentId segment) const;
+  const std::vector<ActivationTouch>& TouchedBy(SegmentId segment) const;
 
   // The segment has run.
-  void Pass(const Touch& touch);
+  void Pass(const ActivationTouch& touch);
   // All storages are there now, or none.
   void Make(BufferId buffer);
   void Drop(BufferId buffer) { there_[buffer].clear(); }
@@ -60,7 +57,7 @@ class Activations {
 
  private:
   const Plan& plan_;
-  std::vector<std::vector<Touch>> touched_;  // by segment
+  std::vector<std::vector<ActivationTouch>> touched_;  // by segment
   std::map<BufferId, std::set<StorageId>> there_;
   std::map<BufferId, CopiedActivations> copied_;
 };

@@ -172,7 +172,7 @@ void Interpreter::RunCompute(const Instruction& i, Position at) {
 // The model's tensors that leave for the host are memory of the plan's, too: of the pool of the stream that
 // computes while segments make and free them.
 void Interpreter::UseActivations(SegmentId segment, const Work& work) {
-  for (const Activations::Touch& touch : activations_.TouchedBy(segment)) {
+  for (const ActivationTouch& touch : activations_.TouchedBy(segment)) {
     if (touch.made.empty()) {
       memory_.Read(touch.buffer, work);
     } else {

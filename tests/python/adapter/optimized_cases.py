@@ -34,6 +34,7 @@ class Job:
     mesh: tuple[tuple[str, int], ...] = (("shard", 2),)
     flags: tuple[str, ...] = ()
     checkpoint: dict | None = None  # what stays as it is given
+    offload: dict | None = None  # of activations, as it is given
     levels: int = 0  # gradients are reduced over so many ranks in each micro-batch, and over the others in the last
     waits: str = ""  # ... of this module's unit only; the others' gradients are reduced in each
     # Gradients of micro-batches are summed before the ranks' sum and not behind it: other roundings.
@@ -55,6 +56,8 @@ class Job:
         strategy = self.usual()
         if self.checkpoint:
             strategy["checkpoint"] = self.checkpoint
+        if self.offload:
+            strategy["activation_offload"] = self.offload
         if self.levels:
             strategy["fsdp2"] = {"inner_reduce_ranks": self.levels}
             ((*passes, step, zero),) = strategy["program"]
@@ -80,6 +83,7 @@ JOBS = [
     Job("gpt_recomputes", "gpt", flags=("--allow", "checkpoint")),
     Job("gpt_recomputes_blocks", "gpt", checkpoint={"modules": ["blocks.*"]}),
     Job("gpt_keeps_products", "gpt", checkpoint={"modules": ["blocks.0", "blocks.1.attention", "blocks.2.attention"], "save": [{"name": "aten.addmm", "recompute_every": 2}]}),
+    Job("gpt_offloads_activations", "gpt", offload={"modules": ["blocks.0", "blocks.2"], "min_bytes": 0}),
     Job("mlp_accumulates", "mlp", microbatches=3, tolerance=1e-4),
     Job("mlp_accumulates_in_two_levels", "mlp", microbatches=3, mesh=(("shard", 4),), levels=2, tolerance=1e-4),
     Job("mlp_accumulates_one_unit_in_two_levels", "mlp", microbatches=3, mesh=(("shard", 4),), levels=2, waits="layers.1", tolerance=1e-4),

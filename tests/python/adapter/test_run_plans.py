@@ -9,7 +9,7 @@ from equivalence_plans import make_plans
 from equivalence_settings import CASES as FSDP2_CASES
 from flat_settings import CASES as FSDP1_CASES
 
-FSDP2 = ["default", "bf16", "accumulate_without_communication", "keep_after_forward"]
+FSDP2 = ["default", "bf16", "accumulate_without_communication", "keep_after_forward", "offload_activations", "offload_activations_every_2"]
 FSDP1 = ["default", "default_orig", "zero2_bf16", "no_shard_bf16", "no_sync_bf16", "frozen", "hybrid_orig"]
 
 
