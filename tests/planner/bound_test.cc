@@ -57,8 +57,7 @@ class BoundOfRandomPlans : public ::testing::Test {
       ASSERT_TRUE(value.has_value()) << ToString(value.error());
       EXPECT_LE(*value, step) << "policy " << plan.policy << ", prices " << i;
     }
-    const CertificateBranch found =
-        optimize::FindPrices(*work, optimize::ChooseCuts(*work), layout, pooled, step);
+    const CertificateBranch found = optimize::FindPrices(*work, optimize::ChooseCuts(*work), layout, pooled);
     EXPECT_LE(found.lower_bound_ns, step) << "policy " << plan.policy;
     if (step.value > 0)
       gaps_ += 0.5 - static_cast<double>(found.lower_bound_ns.value) / (2 * static_cast<double>(step.value));
