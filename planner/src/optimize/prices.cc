@@ -12,8 +12,8 @@ namespace {
 __extension__ using Int128 = __int128;
 
 constexpr std::int64_t kMostWindows = 72;
-constexpr int kRounds = 5;
-constexpr int kStepsOfRound = 120;
+constexpr int kRounds = 6;
+constexpr int kStepsOfRound = 100;
 // Parts of kPriceScale. The longest step of a price; of the price of a byte in parts of itself, or of the
 // least that counts.
 constexpr std::int64_t kLongestStep = kPriceScale / 10;
@@ -95,12 +95,19 @@ class PriceClimb {
       }
     }
     at_ = best_;
-    for (std::int64_t price = kPriceScale / 16; price <= kDearestByte; price *= 2) {
-      for (const std::int64_t peak : work_.PeakOperators()) {
-        const auto cut = std::ranges::lower_bound(windowed_.cuts(), 2 * peak + 1) - windowed_.cuts().begin();
-        if (cut < std::ssize(at_.bytes)) at_.bytes[static_cast<std::size_t>(cut)] = price;
+    // Passes that make gradients, which are every second in most loops, are where most is there.
+    const std::vector<std::int64_t> peaks = work_.PeakOperators();
+    const Point none = best_;
+    for (const std::size_t first : {0, 1}) {
+      for (std::int64_t price = kPriceScale / 16; price <= kDearestByte; price *= 2) {
+        at_ = none;
+        for (std::size_t pass = first; pass < peaks.size(); pass += 1 + first) {
+          const auto cut =
+              std::ranges::lower_bound(windowed_.cuts(), 2 * peaks[pass] + 1) - windowed_.cuts().begin();
+          if (cut < std::ssize(at_.bytes)) at_.bytes[static_cast<std::size_t>(cut)] = price;
+        }
+        Keep(at_, Value(at_));
       }
-      Keep(at_, Value(at_));
     }
     at_ = best_;
   }
@@ -144,9 +151,9 @@ class PriceClimb {
         Move(at_.kernels, slopes.kernels, along_.kernels, sizes_.kernels, length, false);
         Move(at_.shares, slopes.shares, along_.shares, sizes_.shares, length, false);
         Move(at_.bytes, slopes.bytes, along_.bytes, sizes_.bytes, length, true);
-        length -= length / 150;
+        length -= length / 50;
       }
-      longest = longest * 3 / 10;
+      longest /= 2;
     }
   }
 
