@@ -158,6 +158,21 @@ TEST(BoundPadding, IsNoMoreThanThePlanHas) {
   }
 }
 
+// While a gradient is made there are the shard, its two states of AdamW, the parameter that the operator
+// reads and the gradient that it writes: half of 2^20 elements three times, and all of them twice.
+TEST(LeastMemory, CountsAGradientBesideItsParameter) {
+  const Trace trace = testing::LayeredTrace(1, 1024, 1024);
+  const Result<PlannerOutput> planned = MakePlan(trace, {}, testing::ClusterOf(2));
+  ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+  const Result<StepWork> work = StepWork::Make(trace, planned->plan, false);
+  ASSERT_TRUE(work.has_value());
+  constexpr std::int64_t kParameter = (4 << 20), kActivations = 1 << 16;
+  const std::int64_t expected = kParameter / 2 * 3 + kParameter * 2;
+  EXPECT_GE(work->LeastMemory().value, expected - 1024);
+  EXPECT_LE(work->LeastMemory().value, expected + kActivations);
+  EXPECT_LE(work->LeastMemory(), PoolMemory(planned->plan).pooled_bytes);
+}
+
 // Prices that a window cannot earn are refused: each of them a little above the highest.
 TEST(BoundPrices, AreRefusedAboveWhatAWindowEarns) {
   for (std::uint32_t seed = 1; seed <= 40; ++seed) {
