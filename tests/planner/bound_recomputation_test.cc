@@ -336,9 +336,8 @@ void CheckBound(Random& random, const Trace& trace, const Plan& plan, bool recom
     ASSERT_TRUE(value.has_value()) << ToString(value.error());
     ASSERT_LE(*value, step) << "prices " << i;
   }
-  // A wrong bound would rise above the step: the search aims there.
   const CertificateBranch found =
-      optimize::FindPrices(*work, optimize::ChooseCuts(*work), LayoutKind::kPerParameter, pooled, step * 2);
+      optimize::FindPrices(*work, optimize::ChooseCuts(*work), LayoutKind::kPerParameter, pooled);
   EXPECT_LE(found.lower_bound_ns, step);
 }
 

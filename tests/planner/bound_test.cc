@@ -57,8 +57,7 @@ class BoundOfRandomPlans : public ::testing::Test {
       ASSERT_TRUE(value.has_value()) << ToString(value.error());
       EXPECT_LE(*value, step) << "policy " << plan.policy << ", prices " << i;
     }
-    const CertificateBranch found =
-        optimize::FindPrices(*work, optimize::ChooseCuts(*work), layout, pooled, step);
+    const CertificateBranch found = optimize::FindPrices(*work, optimize::ChooseCuts(*work), layout, pooled);
     EXPECT_LE(found.lower_bound_ns, step) << "policy " << plan.policy;
     if (step.value > 0)
       gaps_ += 0.5 - static_cast<double>(found.lower_bound_ns.value) / (2 * static_cast<double>(step.value));
@@ -92,6 +91,86 @@ TEST(PlanClass, HasNoPlanThatStaysGatheredInPart) {
   const Status in_class = CheckPlanClass(planned->plan);
   ASSERT_FALSE(in_class.has_value());
   EXPECT_NE(in_class.error().message.find("in part"), std::string::npos) << in_class.error().message;
+}
+
+// PyTorch keeps on part of the ranks only what is cut by rows, and so the bound counts parts of padded rows.
+TEST(PlanClass, KeepsNothingInPartThatIsNotCutByRows) {
+  const Strategy strategy{.reshard_after_forward = std::int64_t{2}};
+  Result<PlannerOutput> planned = MakePlan(testing::LayeredTrace(3, 8, 8), strategy, testing::ClusterOf(4));
+  ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+  EXPECT_TRUE(CheckPlanClass(planned->plan).has_value());
+  for (Unit& unit : planned->plan.units) {
+    for (UnitParameter& parameter : unit.parameters) parameter.shard_dim = 1;
+  }
+  const Status in_class = CheckPlanClass(planned->plan);
+  ASSERT_FALSE(in_class.has_value());
+  EXPECT_NE(in_class.error().message.find("by rows"), std::string::npos) << in_class.error().message;
+}
+
+struct StepAndBound {
+  Nanoseconds step, bound;
+};
+
+// Blocks of about 2^20 parameters each on two nodes of two ranks, between which a link is slow, in the memory
+// that the plan needs. `part`: they are kept on so many ranks for the backward; 0: they are cut along their
+// columns, and gathered again.
+StepAndBound OnTwoNodes(int blocks, std::int64_t rows, std::int64_t part) {
+  const Trace trace = testing::LayeredTrace(blocks, rows, (1 << 20) / rows);
+  Cluster cluster = testing::ClusterOf(4);
+  cluster.ranks_per_node = 2;
+  cluster.links = {{"inner", {500}, 100'000'000'000}, {"outer", {2'000}, 1'000'000'000}};
+  cluster.collectives.clear();
+  Strategy strategy{.units = {{.modules = {"class:Block"}}, {.modules = {""}}}};
+  strategy.reshard_after_forward = part > 0 ? ReshardAfterForward(part) : ReshardAfterForward(true);
+  for (const Parameter& parameter : trace.parameters) {
+    if (part == 0) strategy.fsdp2.shard_dims.push_back({{parameter.fqn}, 1});
+  }
+  const Result<PlannerOutput> planned = MakePlan(trace, strategy, cluster);
+  EXPECT_TRUE(planned.has_value()) << ToString(planned.error());
+  if (!planned) return {};
+  EXPECT_TRUE(CheckPlanClass(planned->plan).has_value());
+  const Result<StepWork> work = StepWork::Make(trace, planned->plan, false);
+  EXPECT_TRUE(work.has_value());
+  if (!work) return {};
+  const CertificateBranch found = optimize::FindPrices(
+      *work, optimize::ChooseCuts(*work), LayoutKind::kPerParameter, PoolMemory(planned->plan).pooled_bytes);
+  return {StepOf(planned->plan), found.lower_bound_ns};
+}
+
+// Two rows make four pieces of one row each, half of them padding: a node's half of them is as large as the
+// whole parameter. Four rows could be kept within a node, and cost no gather between nodes.
+TEST(BoundPadding, CountsInWhatIsKeptOnPartOfTheRanks) {
+  const StepAndBound two = OnTwoNodes(24, 2, 0), four = OnTwoNodes(24, 4, 0);
+  EXPECT_EQ(two.step, four.step);
+  EXPECT_LE(two.bound, two.step);
+  EXPECT_GT(two.bound.value * 10, four.bound.value * 11) << four.bound.value << " ns of " << four.step.value;
+}
+
+// With many blocks most of the memory is what is kept: a bound that counted more of it would have no room for
+// all, and gather some between nodes, too. Four rows have no padding, which the bound leaves out of gathers.
+TEST(BoundPadding, IsNoMoreThanThePlanHas) {
+  for (const std::int64_t rows : {2, 3, 4, 5}) {
+    const StepAndBound kept = OnTwoNodes(96, rows, 2);
+    EXPECT_LE(kept.bound, kept.step) << rows << " rows";
+    if (rows == 4) {
+      EXPECT_GT(kept.bound.value * 10, kept.step.value * 7) << kept.bound.value << " ns";
+    }
+  }
+}
+
+// While a gradient is made there are the shard, its two states of AdamW, the parameter that the operator
+// reads and the gradient that it writes: half of 2^20 elements three times, and all of them twice.
+TEST(LeastMemory, CountsAGradientBesideItsParameter) {
+  const Trace trace = testing::LayeredTrace(1, 1024, 1024);
+  const Result<PlannerOutput> planned = MakePlan(trace, {}, testing::ClusterOf(2));
+  ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+  const Result<StepWork> work = StepWork::Make(trace, planned->plan, false);
+  ASSERT_TRUE(work.has_value());
+  constexpr std::int64_t kParameter = (4 << 20), kActivations = 1 << 16;
+  const std::int64_t expected = kParameter / 2 * 3 + kParameter * 2;
+  EXPECT_GE(work->LeastMemory().value, expected - 1024);
+  EXPECT_LE(work->LeastMemory().value, expected + kActivations);
+  EXPECT_LE(work->LeastMemory(), PoolMemory(planned->plan).pooled_bytes);
 }
 
 // Prices that a window cannot earn are refused: each of them a little above the highest.

@@ -190,8 +190,8 @@ std::optional<Verdict> Judge(std::uint32_t seed, int most_modules, std::int32_t 
   const Result<StepWork> work = StepWork::Make(instance.trace, plan->plan, false);
   EXPECT_TRUE(work.has_value()) << "seed " << seed;
   if (!work) return std::nullopt;
-  const CertificateBranch branch = optimize::FindPrices(*work, optimize::ChooseCuts(*work),
-                                                        LayoutKind::kPerParameter, *options.budget, *best);
+  const CertificateBranch branch =
+      optimize::FindPrices(*work, optimize::ChooseCuts(*work), LayoutKind::kPerParameter, *options.budget);
   return Verdict{branch.lower_bound_ns, *best, found->evaluation.step_ns, both};
 }
 

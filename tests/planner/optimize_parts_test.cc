@@ -7,7 +7,9 @@
 #include <optional>
 
 #include "optimize/evaluator.h"
+#include "optimize/moves.h"
 #include "optimize/recomputation.h"
+#include "optimize/search.h"
 #include "optimize/unit_model.h"
 #include "shardplan/planner/planner.h"
 #include "tests/planner/bound_cases.h"
@@ -169,6 +171,66 @@ TEST(Accumulation, OfSomeUnitsLeavesTheRestToTheLastMicrobatch) {
       EXPECT_EQ(CountOf(planned->plan, InstructionKind::kReduceScatter, 4), 0);
     }
   }
+}
+
+// The head computes with the embedding's parameter.
+void TieEnds(Trace& trace) {
+  const auto of = [&](const std::string& fqn) {
+    return std::ranges::find(trace.modules, fqn, &Module::fqn)->parameters.front().parameter;
+  };
+  const ParameterId embedding = of("embed"), head = of("head");
+  for (Module& module : trace.modules) {
+    for (NamedParameter& named : module.parameters) {
+      if (named.parameter == head) named.parameter = embedding;
+    }
+  }
+  trace.parameters[embedding].shared_with = {trace.parameters[head].fqn};
+  ASSERT_EQ(head, std::ssize(trace.parameters) - 1);
+  trace.parameters.pop_back();
+  const auto tied = [&](ParameterId& parameter) {
+    if (parameter == head) parameter = embedding;
+  };
+  for (std::vector<Pass>* passes : {&trace.forwards, &trace.backwards}) {
+    for (Pass& pass : *passes) {
+      std::erase_if(pass.events, [&](const TraceEvent& event) {
+        const auto* grad = std::get_if<ParameterGradEvent>(&event);
+        return grad != nullptr && grad->parameter == head;  // that of the embedding comes later
+      });
+      for (TraceEvent& event : pass.events) {
+        if (auto* op = std::get_if<OperatorEvent>(&event)) std::ranges::for_each(op->parameters, tied);
+        if (auto* allocate = std::get_if<AllocateEvent>(&event)) tied(allocate->parameter);
+      }
+    }
+  }
+}
+
+// A module before the blocks and one behind them share a parameter: they are the root's.
+TEST(Accumulation, OfTiedModulesWaits) {
+  PartsCase c = RandomPartsCase(2, 6);
+  TieEnds(c.trace);
+  c.cluster.ranks_per_node = 2;
+  c.cluster.links = {{"inner", {500}, 100'000'000'000}, {"outer", {2'000}, 100'000'000}};
+  c.cluster.collectives.clear();
+  optimize::Job job = optimize::MakeJob(c.trace, {.program = {testing::MicrobatchStep(3)}}, 4);
+  job.node_ranks = 2;
+  OptimizeOptions options{.budget = Bytes{std::int64_t{1} << 40}, .time_limit_ns = {0}};
+  options.may_checkpoint = true;
+  optimize::Evaluator evaluator(c.trace, job, c.cluster, options);
+  const auto planned = [&](optimize::Ends ends) {
+    const std::vector<Choice> waiting = optimize::Waiting(job, options, ends);
+    EXPECT_FALSE(waiting.empty());
+    return std::ranges::count(evaluator.Evaluate(waiting), true, &Evaluation::planned);
+  };
+  EXPECT_EQ(planned(optimize::Ends::kOwn), 0);
+  const std::vector<Choice> waiting = optimize::Waiting(job, options, optimize::Ends::kRoot);
+  EXPECT_EQ(planned(optimize::Ends::kRoot), std::ssize(waiting));
+  // Where nothing else fits, the search has tried them.
+  const Choice& all = waiting.front();
+  options.budget = evaluator.Reserved(all);
+  optimize::Evaluator tight(c.trace, job, c.cluster, options);
+  const std::optional<optimize::Found> found = optimize::Search(tight, job, options).Run({});
+  ASSERT_TRUE(found.has_value());
+  EXPECT_LE(found->evaluation.step_ns, evaluator.Evaluate({all}).front().step_ns);
 }
 
 // Units that are kept whole, in part and not at all, over the micro-batches.

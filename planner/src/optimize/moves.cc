@@ -417,11 +417,11 @@ std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid) {
   return choices;
 }
 
-std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options) {
+std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options, Ends ends) {
   if (!DecidesAccumulation(job) || job.keeps_units || !MayBeFsdp2(job, options)) return {};
   std::vector<Choice> waiting;
   for (const std::int32_t size : {1, 2}) {
-    Choice base{.units = UnitsOfBlocks(job.chain, size, Ends::kOwn)};
+    Choice base{.units = UnitsOfBlocks(job.chain, size, ends)};
     if (options.may_checkpoint && !job.keeps_checkpoint) base.recomputed = job.chain.blocks;
     base.even = !job.even_dims.empty() && !job.keeps_layout;
     const Choice in_levels = MayReduceInTwoLevels(job) ? InTwoLevels(job, base, NodePart(job)) : base;

@@ -26,7 +26,7 @@ std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid);
 // Of several micro-batches, where memory is short: whole blocks recomputed, gradients that wait half reduced
 // and parameters that are kept on the ranks of a node, or either of them, of all units. Of how many is left
 // open.
-std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options);
+std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options, Ends ends);
 // What leaves other room for units that are kept: another number of inputs of reduce-scatters in flight, and
 // a communicator of their own. Of several micro-batches also another accumulation, reductions in one level or
 // two, a smaller mesh or none.

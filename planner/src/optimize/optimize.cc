@@ -306,8 +306,7 @@ class OptimizeRun {
                             .cuts = optimize::ChooseCuts(*work)};
     certificate.layouts = LayoutsOf(plan);
     certificate.branches =
-        optimize::FindBranches(*work, certificate.cuts, certificate.layouts, certificate.budget_bytes,
-                               evaluator_.known().at(choice_).step_ns);
+        optimize::FindBranches(*work, certificate.cuts, certificate.layouts, certificate.budget_bytes);
     certificate.lower_bound_ns = optimize::LeastOf(certificate.branches);
     output_.certificate = std::move(certificate);
   }
@@ -451,10 +450,9 @@ Result<Outlook> LookAt(const Trace& trace, const Strategy& job, const Cluster& c
 }
 
 std::vector<CertificateBranch> FindBranches(const StepWork& work, const std::vector<std::int64_t>& cuts,
-                                            const std::vector<LayoutKind>& layouts, Bytes budget,
-                                            Nanoseconds aim) {
+                                            const std::vector<LayoutKind>& layouts, Bytes budget) {
   std::vector<CertificateBranch> branches;
-  for (const LayoutKind layout : layouts) branches.push_back(FindPrices(work, cuts, layout, budget, aim));
+  for (const LayoutKind layout : layouts) branches.push_back(FindPrices(work, cuts, layout, budget));
   return branches;
 }
 

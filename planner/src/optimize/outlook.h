@@ -24,10 +24,9 @@ struct Outlook {
 Result<Outlook> LookAt(const Trace& trace, const Strategy& job, const Cluster& cluster,
                        const OptimizeOptions& options);
 
-// Prices for each layout, looked for until they prove `aim` or as much as can be found.
+// Prices for each layout.
 std::vector<CertificateBranch> FindBranches(const StepWork& work, const std::vector<std::int64_t>& cuts,
-                                            const std::vector<LayoutKind>& layouts, Bytes budget,
-                                            Nanoseconds aim);
+                                            const std::vector<LayoutKind>& layouts, Bytes budget);
 Nanoseconds LeastOf(const std::vector<CertificateBranch>& branches);
 
 }  // namespace shardplan::optimize

@@ -12,21 +12,27 @@ namespace {
 __extension__ using Int128 = __int128;
 
 constexpr std::int64_t kMostWindows = 72;
-constexpr int kSteps = 400;
-// After so many steps without a higher bound the steps get shorter by a third.
-constexpr int kPatience = 10;
-constexpr std::int64_t kLongestStep = 1024;  // in parts of what would be right if the aim were
+constexpr int kRounds = 6;
+constexpr int kStepsOfRound = 100;
+// Parts of kPriceScale. The longest step of a price; of the price of a byte in parts of itself, or of the
+// least that counts.
+constexpr std::int64_t kLongestStep = kPriceScale / 10;
+constexpr std::int64_t kLongestByteStep = kPriceScale / 2;
+constexpr std::int64_t kLeastByteStep = kPriceScale / 10;
+constexpr std::int64_t kDearestByte = kPriceScale * 256;
 
 // [Note: prices that prove most]
 // What prices prove is concave in the prices of memory, and in those of kernels along the highest prices of
 // links. The cheapest work at given prices tells where it rises: a price goes up where work exceeds what the
-// price's window earns for it. So the climb makes steps that way (a deflected subgradient's), as long as
-// would be right if the bound could rise to `aim`, and shorter ones when that does not help; at the end it
-// tries each price by itself.
+// price's window earns for it. So the climb makes steps that way, shorter and shorter ones, goes on from the
+// best prices now and then, and in the end tries each by itself. Slopes of prices differ by orders of
+// magnitude, and so do the prices that prove most: a byte that a gather waits for is worth a hundredth of one
+// that a reduction waits for. So each price has a step of its own: the mean of its slopes over the mean of
+// their sizes, the older ones less and less.
 class PriceClimb {
  public:
-  PriceClimb(const StepWork& work, const WindowedWork& windowed, Nanoseconds aim)
-      : work_(work), windowed_(windowed), aim_ns_(aim.value), byte_unit_(windowed.BytePriceOfGather()) {
+  PriceClimb(const StepWork& work, const WindowedWork& windowed)
+      : work_(work), windowed_(windowed), byte_unit_(windowed.BytePriceOfGather()) {
     at_.kernels.assign(windowed.cuts().size() + 1, kPriceScale);
     at_.shares.assign(windowed.cuts().size() + 1, 0);
     at_.bytes.assign(windowed.cuts().size(), 0);
@@ -77,7 +83,7 @@ class PriceClimb {
     return true;
   }
 
-  // The same prices in all windows.
+  // The same prices in all windows, and the same price of a byte while most is there in each pass.
   void Begin() {
     best_ = at_;
     best_ns_ = -1;
@@ -85,6 +91,21 @@ class PriceClimb {
       for (int share = 0; share <= (windowed_.links() > 1 ? 4 : 0); ++share) {
         std::ranges::fill(at_.kernels, kPriceScale / 16 * part);
         std::ranges::fill(at_.shares, kPriceScale / 4 * share);
+        Keep(at_, Value(at_));
+      }
+    }
+    at_ = best_;
+    // Passes that make gradients, which are every second in most loops, are where most is there.
+    const std::vector<std::int64_t> peaks = work_.PeakOperators();
+    const Point none = best_;
+    for (const std::size_t first : {0, 1}) {
+      for (std::int64_t price = kPriceScale / 16; price <= kDearestByte; price *= 2) {
+        at_ = none;
+        for (std::size_t pass = first; pass < peaks.size(); pass += 1 + first) {
+          const auto cut =
+              std::ranges::lower_bound(windowed_.cuts(), 2 * peaks[pass] + 1) - windowed_.cuts().begin();
+          if (cut < std::ssize(at_.bytes)) at_.bytes[static_cast<std::size_t>(cut)] = price;
+        }
         Keep(at_, Value(at_));
       }
     }
@@ -117,48 +138,42 @@ class PriceClimb {
   }
 
   void Climb() {
-    std::int64_t length = kLongestStep;
-    int patience = kPatience;
-    for (int step = 0; step < kSteps && length > 0; ++step) {
-      WindowUse use;
-      const std::int64_t value = Value(at_, &use);
-      if (Keep(at_, value)) {
-        patience = kPatience;
-      } else if (--patience == 0) {
-        length = length * 2 / 3;
-        patience = kPatience;
+    std::int64_t longest = kPriceScale;  // in parts of the longest of all
+    for (int round = 0; round < kRounds; ++round) {
+      at_ = best_;
+      along_ = sizes_ = {};
+      std::int64_t length = longest;
+      for (int step = 0; step < kStepsOfRound; ++step) {
+        WindowUse use;
+        Keep(at_, Value(at_, &use));
+        Point slopes = SlopesOf(use);
+        HoldAtEnds(slopes);
+        Move(at_.kernels, slopes.kernels, along_.kernels, sizes_.kernels, length, false);
+        Move(at_.shares, slopes.shares, along_.shares, sizes_.shares, length, false);
+        Move(at_.bytes, slopes.bytes, along_.bytes, sizes_.bytes, length, true);
+        length -= length / 50;
       }
-      Point slopes = SlopesOf(use);
-      HoldAtEnds(slopes);
-      GoOn(slopes);
-      HoldAtEnds(slopes);
-      Int128 square = 0;
-      for (const auto* of : {&slopes.kernels, &slopes.shares, &slopes.bytes}) {
-        for (const std::int64_t slope : *of) square += Int128{slope} * slope;
-      }
-      if (square == 0) return;
-      const Int128 missing = std::max<std::int64_t>(aim_ns_ - value, 1);
-      const auto move = [&](std::vector<std::int64_t>& prices, const std::vector<std::int64_t>& along,
-                            std::int64_t most) {
-        for (std::size_t i = 0; i < prices.size(); ++i) {
-          // Less a part of kPriceScale that keeps the product in 128 bits.
-          const Int128 by = missing * along[i] / kLongestStep * length * kPriceScale / square;
-          prices[i] = static_cast<std::int64_t>(std::clamp<Int128>(prices[i] + by, 0, most));
-        }
-      };
-      move(at_.kernels, slopes.kernels, kPriceScale);
-      move(at_.shares, slopes.shares, kPriceScale);
-      move(at_.bytes, slopes.bytes, kPriceScale * 256);
+      longest /= 2;
     }
   }
 
-  // Slopes of neighbouring points differ in what the cheapest work of each happens to be. Their sum, the
-  // older ones less and less, is what they have in common.
-  void GoOn(Point& slopes) {
-    for (auto of : {&Point::kernels, &Point::shares, &Point::bytes}) {
-      std::vector<std::int64_t>&now = slopes.*of, &before = along_.*of;
-      before.resize(now.size(), 0);
-      for (std::size_t i = 0; i < now.size(); ++i) before[i] = now[i] += before[i] / 5 * 4;
+  // `along`, `sizes`: means of the slopes so far, and of their sizes.
+  static void Move(std::vector<std::int64_t>& prices, const std::vector<std::int64_t>& slopes,
+                   std::vector<std::int64_t>& along, std::vector<std::int64_t>& sizes, std::int64_t length,
+                   bool of_bytes) {
+    along.resize(prices.size(), 0);
+    sizes.resize(prices.size(), 0);
+    for (std::size_t i = 0; i < prices.size(); ++i) {
+      const std::int64_t size = std::abs(slopes[i]);
+      along[i] += (slopes[i] - along[i]) / 5;
+      sizes[i] = sizes[i] == 0 ? size : sizes[i] + (size - sizes[i]) / 100;
+      if (sizes[i] == 0) continue;
+      const Int128 longest =
+          of_bytes ? Int128{kLongestByteStep} * std::max(prices[i], kLeastByteStep) / kPriceScale
+                   : Int128{kLongestStep};
+      const Int128 by = longest * length / kPriceScale * along[i] / sizes[i];
+      prices[i] = static_cast<std::int64_t>(
+          std::clamp<Int128>(prices[i] + by, 0, of_bytes ? kDearestByte : kPriceScale));
     }
   }
 
@@ -172,7 +187,7 @@ class PriceClimb {
     };
     hold(slopes.kernels, at_.kernels, kPriceScale);
     hold(slopes.shares, at_.shares, kPriceScale);
-    hold(slopes.bytes, at_.bytes, kPriceScale * 256);
+    hold(slopes.bytes, at_.bytes, kDearestByte);
   }
 
   // Each price by itself, up or down.
@@ -182,7 +197,7 @@ class PriceClimb {
         for (const std::int64_t change : {by, -by}) {
           Point next = at_;
           (next.*of)[i] = std::clamp<std::int64_t>((next.*of)[i] + change, 0,
-                                                   kPriceScale * (of == &Point::bytes ? 256 : 1));
+                                                   of == &Point::bytes ? kDearestByte : kPriceScale);
           if (!Keep(next, Value(next))) continue;
           at_ = std::move(next);
           break;
@@ -193,9 +208,9 @@ class PriceClimb {
 
   const StepWork& work_;
   const WindowedWork& windowed_;
-  const std::int64_t aim_ns_;
   const std::int64_t byte_unit_;
-  Point at_, best_, along_;
+  Point at_, best_;
+  Point along_, sizes_;  // of slopes
   std::int64_t best_ns_ = 0;
 };
 
@@ -234,9 +249,9 @@ std::vector<std::int64_t> ChooseCuts(const StepWork& work) {
 }
 
 CertificateBranch FindPrices(const StepWork& work, const std::vector<std::int64_t>& cuts, LayoutKind layout,
-                             Bytes budget, Nanoseconds aim) {
+                             Bytes budget) {
   const WindowedWork windowed(work, cuts, layout, budget);
-  return PriceClimb(work, windowed, aim).Run(layout);
+  return PriceClimb(work, windowed).Run(layout);
 }
 
 }  // namespace shardplan::optimize

@@ -14,8 +14,7 @@ namespace shardplan::optimize {
 // time.
 std::vector<std::int64_t> ChooseCuts(const StepWork& work);
 
-// `aim`: the step of a plan, which the bound cannot exceed.
 CertificateBranch FindPrices(const StepWork& work, const std::vector<std::int64_t>& cuts, LayoutKind layout,
-                             Bytes budget, Nanoseconds aim);
+                             Bytes budget);
 
 }  // namespace shardplan::optimize

@@ -328,7 +328,14 @@ void Search::ConsiderMost(const std::vector<Choice>& choices, std::int32_t Choic
 // What waits, and what is kept, for the next micro-batch: of as many units as the budget allows, first the
 // one and then the other.
 void Search::TryWaiting() {
-  for (const Choice& all : Waiting(job_, options_)) {
+  // Modules that share a parameter are in one unit: those at the ends may have to be the root's.
+  if (!TryWaitingOf(Waiting(job_, options_, Ends::kOwn))) TryWaitingOf(Waiting(job_, options_, Ends::kRoot));
+}
+
+// Whether any of them pools no more than the budget.
+bool Search::TryWaitingOf(const std::vector<Choice>& waiting) {
+  bool fits = false;
+  for (const Choice& all : waiting) {
     using Count = std::int32_t Choice::*;
     const bool rest = Effective(job_, all).accumulation == Accumulation::kRestLastKept;
     const Count waits = rest ? &Choice::rested : &Choice::accumulated;
@@ -339,10 +346,12 @@ void Search::TryWaiting() {
       std::vector<std::int32_t> most;
       Consider(WithMost({none}, first, most));
       if (most.front() < 0) continue;
+      fits = true;
       none.*first = most.front();
       ConsiderMost({none}, second);
     }
   }
+  return fits;
 }
 
 // The most promising that is known and was not climbed from: the fastest that pools no more than the budget.

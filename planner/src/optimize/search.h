@@ -47,6 +47,7 @@ class Search {
   std::vector<Choice> KeepingMost(std::vector<Choice> choices);
   void ConsiderMost(const std::vector<Choice>& choices, std::int32_t Choice::*count);
   void TryWaiting();
+  bool TryWaitingOf(const std::vector<Choice>& waiting);
   std::vector<Choice> RecomputingOf(const std::vector<Choice>& grid) const;
   void TryOrders(const std::vector<Choice>& grid, Effort effort = Effort::kPromising);
   const Evaluation* Known(const Choice& choice) const;

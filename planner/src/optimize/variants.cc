@@ -211,9 +211,7 @@ class VariantsRun {
     }
     if (!best_) return false;
     const Nanoseconds best_ns = Judged(best_->report);
-    // What is aimed at is not quite reached.
-    const Nanoseconds aim{best_ns.value + best_ns.value / 50};
-    const Nanoseconds bound = BoundOf(outlook, aim);
+    const Nanoseconds bound = BoundOf(outlook);
     if (bound < best_ns) return false;
     report.outcome = VariantOutcome::kCannotWin;
     report.lower_bound_ns = bound;
@@ -221,9 +219,9 @@ class VariantsRun {
     return true;
   }
 
-  Nanoseconds BoundOf(const optimize::Outlook& outlook, Nanoseconds aim) const {
+  Nanoseconds BoundOf(const optimize::Outlook& outlook) const {
     return optimize::LeastOf(optimize::FindBranches(*outlook.work, optimize::ChooseCuts(*outlook.work),
-                                                    outlook.layouts, outlook.budget, aim));
+                                                    outlook.layouts, outlook.budget));
   }
 
   // What cannot be planned or cannot fit has no plan that a bound could be about.
@@ -232,7 +230,7 @@ class VariantsRun {
     for (std::size_t v = 0; v < reports_.size(); ++v) {
       VariantReport& report = reports_[v];
       if (report.outcome == VariantOutcome::kDoesNotFit && outlooks_[v].work)
-        report.lower_bound_ns = BoundOf(outlooks_[v], best_->report.step_ns);
+        report.lower_bound_ns = BoundOf(outlooks_[v]);
       if (report.outcome == VariantOutcome::kRefused || report.outcome == VariantOutcome::kCannotFit)
         continue;
       if (report.lower_bound_ns.value == 0) return {};

@@ -56,6 +56,8 @@ Status CheckUnitsAlike(const Plan& plan) {
     for (const UnitParameter& parameter : unit.parameters) {
       if (!parameter.placements.empty() || !parameter.gathered.empty() || parameter.param_dtype)
         return NotOfClass("a parameter has a layout or dtype of its own");
+      if (unit.post_forward_communicator >= 0 && parameter.shard_dim != 0)
+        return NotOfClass("a parameter that is not cut by rows is kept on part of the ranks");
     }
   }
   return {};

@@ -60,10 +60,10 @@ std::vector<CostPoint> HullOf(const std::vector<CostPoint>& points) {
 
 // The hull's edge at the size of a unit among many; where that begins below zero, the steepest line through
 // the origin. The slope is rounded down, and up where it takes from the begin.
-void SetLine(const std::vector<CostPoint>& points, CostLine& line) {
+void SetLine(const std::vector<CostPoint>& points, std::int64_t usual_bytes, CostLine& line) {
   constexpr std::int64_t kUnits = 128;
   const std::vector<CostPoint> hull = HullOf(points);
-  const std::int64_t of_a_unit = points.back().bytes / kUnits;
+  const std::int64_t of_a_unit = usual_bytes / kUnits;
   std::size_t end = 1;
   while (end + 1 < hull.size() && hull[end].bytes < of_a_unit) ++end;
   const CostPoint &from = hull[end - 1], &to = hull[end];
@@ -80,12 +80,12 @@ void SetLine(const std::vector<CostPoint>& points, CostLine& line) {
 }  // namespace
 
 CostLines LinesBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
-                     const Communicator& communicator, std::int64_t world_size, std::int64_t most_bytes) {
+                     const Communicator& communicator, std::int64_t world_size, const CollectiveSizes& of) {
   CostLines lines;
   if (communicator.size <= 1 || RanksSpanned(communicator) > kMaxRanks) return lines;
   const std::vector<GroupPlacement> placements = PlaceGroups(cluster, communicator, world_size);
   CollectiveRequest request{.kind = kind, .ranks = communicator.size, .placements = placements};
-  const std::vector<std::int64_t> sizes = SizesToAsk(cluster, std::max<std::int64_t>(2, most_bytes));
+  const std::vector<std::int64_t> sizes = SizesToAsk(cluster, std::max<std::int64_t>(2, of.most_bytes));
   std::vector<CollectiveCost> of_sizes;
   for (const std::int64_t size : sizes) {
     request.full_tensor_bytes = {size};
@@ -93,7 +93,8 @@ CostLines LinesBelow(const CostModel& costs, const Cluster& cluster, CollectiveK
     if (!cost) return lines;
     of_sizes.push_back(*std::move(cost));
   }
-  for (std::size_t l = 0; l < lines.size(); ++l) SetLine(PointsBelow(sizes, of_sizes, l), lines[l]);
+  for (std::size_t l = 0; l < lines.size(); ++l)
+    SetLine(PointsBelow(sizes, of_sizes, l), of.usual_bytes, lines[l]);
   return lines;
 }
 

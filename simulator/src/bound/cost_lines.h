@@ -18,6 +18,11 @@ __extension__ using Int128 = __int128;
 // Of nanoseconds, in the slopes of lines.
 inline constexpr std::int64_t kSlopeScale = std::int64_t{1} << 32;
 
+// All that is moved by collectives of a kind: without padding, and the most that it can be.
+struct CollectiveSizes {
+  std::int64_t usual_bytes = 0, most_bytes = 0;
+};
+
 // A collective of b bytes, 1 <= b <= most_bytes, has each link do at least
 // fixed_ns + b * per_byte / kSlopeScale of work.
 struct CostLine {
@@ -34,7 +39,7 @@ using CostLines = std::array<CostLine, std::tuple_size_v<decltype(LinkLoads::ppm
 // A collective may use several links at once (LinkLoads): its work on a link is its time alone times its load
 // there, and is spread over that time like that on the others.
 CostLines LinesBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
-                     const Communicator& communicator, std::int64_t world_size, std::int64_t most_bytes);
+                     const Communicator& communicator, std::int64_t world_size, const CollectiveSizes& of);
 
 // A kernel that moves that many bytes takes at least bytes * slope / kSlopeScale.
 std::int64_t CopySlope(const CostModel& costs);

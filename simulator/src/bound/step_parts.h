@@ -30,6 +30,7 @@ struct StepWork::Parts {
   };
   struct Parameter {
     std::int64_t numel = 0;
+    std::int64_t padded_numel = 0;    // of all pieces, where rows are cut
     std::int64_t stored = 0;          // bytes of an element of the shard
     std::int64_t gathered = 0;        // ... of the parameter that is computed with
     std::int64_t reduced = 0;         // ... of the gradient while it is reduced

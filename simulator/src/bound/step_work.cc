@@ -54,11 +54,12 @@ class StepWorkBuilder {
     const Unit* unit = AnyUnit();
     if (unit != nullptr) work_.shards = ShardCount(job_, *unit);
     for (const shardplan::Parameter& parameter : trace_.parameters) {
-      std::int64_t numel = 1;
-      for (const std::int64_t size : parameter.shape) numel *= size;
+      const UnitParameter cut_by_rows{.shape = parameter.shape};
+      const std::int64_t numel = Numel(cut_by_rows);
       StepWork::Parts::Parameter& added = work_.parameters.emplace_back();
       if (unit == nullptr || work_.shards <= 1) continue;
       added = {.numel = numel,
+               .padded_numel = PaddedPieceNumel(cut_by_rows, work_.shards) * work_.shards,
                .stored = SizeBytes(parameter.dtype),
                .gathered = SizeBytes(unit->param_dtype),
                .reduced = SizeBytes(unit->reduce_dtype)};
@@ -177,37 +178,46 @@ class StepWorkBuilder {
     work_.copy_slope = internal::CopySlope(*costs_);
     const Unit* unit = AnyUnit();
     if (unit == nullptr || work_.shards <= 1) return;
-    Int128 gathered = 0, reduced = 0;
+    struct Moved {
+      Int128 bytes = 0, padded_bytes = 0;
+    };
+    Moved gathered, reduced;
     for (const StepWork::Parts::Parameter& p : work_.parameters) {
-      gathered += Int128{p.numel} * p.gathered;
-      reduced += Int128{p.numel} * p.reduced;
+      gathered.bytes += Int128{p.numel} * p.gathered;
+      gathered.padded_bytes += Int128{p.padded_numel} * p.gathered;
+      reduced.bytes += Int128{p.numel} * p.reduced;
+      reduced.padded_bytes += Int128{p.padded_numel} * p.reduced;
     }
-    // Twice: what is padded.
-    const auto most = [](Int128 bytes) {
-      return static_cast<std::int64_t>(std::min<Int128>(2 * bytes + (1 << 20), Int128{1} << 50));
+    // Twice: what is aligned.
+    const auto sizes = [](const Moved& moved) {
+      const auto twice = [](Int128 bytes) {
+        return static_cast<std::int64_t>(std::min<Int128>(2 * bytes + (1 << 20), Int128{1} << 50));
+      };
+      return internal::CollectiveSizes{.usual_bytes = twice(moved.bytes),
+                                       .most_bytes = twice(std::max(moved.bytes, moved.padded_bytes))};
     };
     const Communicator& shard = job_.communicators[unit->shard_communicator];
-    work_.gather = LineOf(CollectiveKind::kAllGather, shard, most(gathered));
-    work_.reduce = LineOf(CollectiveKind::kReduceScatter, shard, most(reduced));
+    work_.gather = LineOf(CollectiveKind::kAllGather, shard, sizes(gathered));
+    work_.reduce = LineOf(CollectiveKind::kReduceScatter, shard, sizes(reduced));
     if (unit->replicate_communicator >= 0) {
-      work_.all_reduce =
-          LineOf(CollectiveKind::kAllReduce, job_.communicators[unit->replicate_communicator], most(reduced));
+      work_.all_reduce = LineOf(CollectiveKind::kAllReduce, job_.communicators[unit->replicate_communicator],
+                                sizes(reduced));
     }
     if (!shard.dims.empty()) return;
     for (std::int64_t ranks = 2; ranks < shard.size; ++ranks) {
       if (shard.size % ranks != 0) continue;
       const Communicator part{.name = "part", .size = ranks, .stride = shard.stride};
-      work_.sub_meshes.push_back({ranks, LineOf(CollectiveKind::kAllGather, part, most(gathered))});
+      work_.sub_meshes.push_back({ranks, LineOf(CollectiveKind::kAllGather, part, sizes(gathered))});
       const Communicator outer{.name = "outer", .size = shard.size / ranks, .stride = shard.stride * ranks};
-      work_.two_levels.push_back({ranks, LineOf(CollectiveKind::kReduceScatter, part, most(reduced)),
-                                  LineOf(CollectiveKind::kReduceScatter, outer, most(reduced))});
+      work_.two_levels.push_back({ranks, LineOf(CollectiveKind::kReduceScatter, part, sizes(reduced)),
+                                  LineOf(CollectiveKind::kReduceScatter, outer, sizes(reduced))});
     }
   }
 
   StepWork::Parts::Line LineOf(CollectiveKind kind, const Communicator& group,
-                               std::int64_t most_bytes) const {
+                               const internal::CollectiveSizes& sizes) const {
     const internal::CostLines lines =
-        internal::LinesBelow(*costs_, job_.cluster, kind, group, job_.world_size, most_bytes);
+        internal::LinesBelow(*costs_, job_.cluster, kind, group, job_.world_size, sizes);
     StepWork::Parts::Line line;
     for (std::size_t l = 0; l < line.size(); ++l) line[l] = {lines[l].fixed_ns, lines[l].per_byte};
     return line;
@@ -241,8 +251,8 @@ class StepWorkBuilder {
                     work_.optimizer_ns;
   }
 
-  // While an operator runs, there is what it reads and writes, the parameters whole among it, and what is
-  // kept for later.
+  // While an operator runs, there is what it reads and writes, whole parameters and gradients among it, and
+  // what is kept for later.
   void SetLeastMemory() {
     std::vector<std::int64_t> needed(remade_bytes_.begin(), remade_bytes_.end());
     std::vector<std::int64_t> change(needed.size() + 1, 0);
@@ -253,8 +263,13 @@ class StepWorkBuilder {
     }
     for (const StepWork::Parts::Parameter& parameter : work_.parameters) {
       for (const std::int64_t read : parameter.reads) needed[read] += parameter.numel * parameter.gathered;
-      if (!parameter.grads.empty())
-        change[parameter.grads.front() + 1] += parameter.WaitingBytes(work_.shards);
+      if (parameter.grads.empty()) continue;
+      const std::int64_t waiting_bytes = parameter.WaitingBytes(work_.shards);
+      change[parameter.grads.front() + 1] += waiting_bytes;
+      for (const std::int64_t made : parameter.grads) {
+        needed[made] += parameter.numel * std::min(parameter.gathered, parameter.reduced);
+        if (made > parameter.grads.front()) needed[made] -= waiting_bytes;
+      }
     }
     std::int64_t kept = work_.static_bytes.value, most = 0;
     auto pass = work_.pass_begins.begin();

@@ -107,7 +107,9 @@ void WindowedWork::AddParameters(LayoutKind layout) {
       if (r == 0) {
         first_gathers_[before] += bytes;
       } else if (const Gap gap{CutsUpTo(2 * p.reads[r - 1] + 2), before}; gap.first < gap.second) {
-        gaps_[gap] += bytes;
+        Gathered& gathered = gaps_[gap];
+        gathered.bytes += bytes;
+        gathered.padded_bytes += flat ? bytes : p.padded_numel * p.gathered;
       }
     }
     if (!flat && !p.reads.empty()) {
@@ -369,7 +371,7 @@ class WindowedWork::Sum {
 
   Int128 AllGathers() {
     Int128 sum = FirstGathers();
-    for (const auto& [gap, bytes] : of_.gaps_) sum += Between(gap, bytes);
+    for (const auto& [gap, gathered] : of_.gaps_) sum += Between(gap, gathered);
     return sum;
   }
 
@@ -481,9 +483,12 @@ class WindowedWork::Sum {
     return least.back().cost;
   }
 
-  // Kept whole, gathered again, or kept in part and gathered again from fewer ranks.
-  Int128 Between(const Gap& gap, std::int64_t bytes) {
+  // Kept whole, gathered again, or kept in part and gathered again from fewer ranks. Parts are those of the
+  // padded pieces of rows: parameters that are cut otherwise are not kept in part.
+  Int128 Between(const Gap& gap, const Gathered& gathered) {
     const auto& [from, to] = gap;
+    const std::int64_t bytes = gathered.bytes;
+    const auto part_of = [&](std::size_t p) { return gathered.padded_bytes / of_.work_.sub_meshes[p].ranks; };
     constexpr std::int64_t kWhole = -1;
     Int128 least = Kept(bytes, from, to);
     if (least == 0) {
@@ -496,17 +501,18 @@ class WindowedWork::Sum {
     // there from the first read to the second, which costs as much as to keep it where that is charged.
     const std::int64_t begin = waits_ ? from : 0;
     const Int128 copied_out = kernels_.Least(begin, to) * CopiedOut(bytes);
-    const auto consider = [&](const Prices& line, Int128 kept, std::int64_t copied_in, std::size_t by) {
+    const auto consider = [&](const Prices& line, Int128 kept, std::int64_t moved, std::int64_t copied_in,
+                              std::size_t by) {
       if (kept + copied_out >= least) return;  // in no window it is cheaper
       for (std::int64_t w = begin; w <= to; ++w) {
-        const Int128 cost = kept + line[w] * bytes + kernels_.Least(begin, w) * CopiedIn(copied_in) +
+        const Int128 cost = kept + line[w] * moved + kernels_.Least(begin, w) * CopiedIn(copied_in) +
                             kernels_.Least(w, to) * CopiedOut(bytes) + Waiting(bytes, std::max(w, from), to);
         if (cost < least) std::tie(least, window, part) = std::tuple(cost, w, by);
       }
     };
-    consider(gather_, 0, bytes, parts_.size());
+    consider(gather_, 0, bytes, bytes, parts_.size());
     for (std::size_t p = 0; p < parts_.size(); ++p)
-      consider(parts_[p], Kept(bytes / of_.work_.sub_meshes[p].ranks, from, to), 0, p);
+      consider(parts_[p], Kept(part_of(p), from, to), gathered.padded_bytes, 0, p);
     if (use_ == nullptr) return least;
     if (window == kWhole) {
       UseBytes(bytes, from, to);
@@ -514,8 +520,9 @@ class WindowedWork::Sum {
     }
     UseWaiting(bytes, std::max(window, from), to);
     const bool of_all = part == parts_.size();
-    if (!of_all) UseBytes(bytes / of_.work_.sub_meshes[part].ranks, from, to);
-    UseLinks(of_all ? of_.work_.gather : of_.work_.sub_meshes[part].gather, 0, bytes, window);
+    if (!of_all) UseBytes(part_of(part), from, to);
+    UseLinks(of_all ? of_.work_.gather : of_.work_.sub_meshes[part].gather, 0,
+             of_all ? bytes : gathered.padded_bytes, window);
     UseKernels(CopiedIn(of_all ? bytes : 0), begin, window);
     UseKernels(CopiedOut(bytes), window, to);
     return least;

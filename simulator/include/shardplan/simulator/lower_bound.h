@@ -38,7 +38,7 @@ struct RecomputationChoice;  // bound/recomputation_choices.h
 }
 
 // The name of the plan class (docs/reference/optimize.md).
-inline constexpr std::string_view kPlanClass = "fully_sharded/2";
+inline constexpr std::string_view kPlanClass = "fully_sharded/3";
 
 // No price of a byte is higher (1,024 ns).
 inline constexpr std::int64_t kHighestBytePrice = std::int64_t{1} << 50;
@@ -140,7 +140,11 @@ class WindowedWork {
   std::vector<std::int64_t> kernels_ns_;                // by window
   std::vector<std::int64_t> room_bytes_;                // by cut: the budget less what is there in any case
   std::map<std::int64_t, std::int64_t> first_gathers_;  // by last window: bytes
-  std::map<Gap, std::int64_t> gaps_;                    // bytes gathered
+  // Of what is gathered in a gap. What is kept on part of the ranks is a part of the padded bytes.
+  struct Gathered {
+    std::int64_t bytes = 0, padded_bytes = 0;
+  };
+  std::map<Gap, Gathered> gaps_;
   struct Reduced {
     std::int64_t numel = 0;
     std::int64_t gradient_bytes = 0;
