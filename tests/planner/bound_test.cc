@@ -33,12 +33,26 @@ class BoundOfRandomPlans : public ::testing::Test {
     CheckWork(seed, c, plan, Recomputes(plan));
     // What does not recompute is of the class in which plans may.
     if (!HasFailure()) CheckWork(seed, c, plan, true);
+    if (!HasFailure()) CheckWork(seed, c, plan, Recomputes(plan), true);
     ++checked_;
+    if (!HasFailure()) CheckOffloading(seed, c);
   }
 
-  void CheckWork(std::uint32_t seed, const BoundCase& c, const Plan& plan, bool recomputation) {
-    SCOPED_TRACE(::testing::Message() << "recomputation " << recomputation);
-    const Result<StepWork> work = StepWork::Make(c.trace, plan, recomputation);
+  // The same with activations in host memory, where the random case has them there.
+  void CheckOffloading(std::uint32_t seed, BoundCase c) {
+    c.strategy.activation_offload = testing::RandomCase(seed, seed % 5 == 0).strategy.activation_offload;
+    if (!c.strategy.activation_offload) return;
+    const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
+    if (!planned || !CheckPlanClass(planned->plan) || !OffloadsActivations(planned->plan)) return;
+    CheckWork(seed, c, planned->plan, Recomputes(planned->plan), true);
+    ++offloading_;
+  }
+
+  void CheckWork(std::uint32_t seed, const BoundCase& c, const Plan& plan, bool recomputation,
+                 bool activation_offload = false) {
+    SCOPED_TRACE(::testing::Message() << "recomputation " << recomputation << ", activations in host memory "
+                                      << activation_offload);
+    const Result<StepWork> work = StepWork::Make(c.trace, plan, recomputation, activation_offload);
     ASSERT_TRUE(work.has_value()) << ToString(work.error());
     const Bytes pooled = PoolMemory(plan).pooled_bytes;
     const Nanoseconds step = StepOf(plan);
@@ -59,12 +73,12 @@ class BoundOfRandomPlans : public ::testing::Test {
     }
     const CertificateBranch found = optimize::FindPrices(*work, optimize::ChooseCuts(*work), layout, pooled);
     EXPECT_LE(found.lower_bound_ns, step) << "policy " << plan.policy;
-    if (step.value > 0)
+    if (step.value > 0 && !activation_offload)
       gaps_ += 0.5 - static_cast<double>(found.lower_bound_ns.value) / (2 * static_cast<double>(step.value));
   }
 
   double gaps_ = 0;
-  int checked_ = 0;
+  int checked_ = 0, offloading_ = 0;
 };
 
 TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
@@ -79,6 +93,7 @@ TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
   if (plans < 100) return;
   // Many random plans are of the class, and the bound is no trifle of their steps.
   EXPECT_GT(checked_, plans / 4);
+  EXPECT_GT(offloading_, plans / 20);
   EXPECT_LT(gaps_ / checked_, 0.9);
 }
 

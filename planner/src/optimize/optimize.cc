@@ -90,11 +90,10 @@ class OptimizeRun {
     const Strategy strategy =
         optimize::StrategyOf(job_, choices[static_cast<std::size_t>(made - evaluations.begin())]);
     const Result<PlannerOutput> planned = MakePlan(trace_, strategy, cluster_, {.verify = false});
-    // Plans with anything in host memory are outside of the class, and the search may choose one.
-    const bool may_leave = options_.may_offload || options_.may_offload_activations;
-    if (!planned || may_leave || !CheckPlanClass(planned->plan)) return outlook;
+    // Plans with shards in host memory are outside of the class, and the search may choose one.
+    if (!planned || options_.may_offload || !CheckPlanClass(planned->plan)) return outlook;
     outlook.layouts = LayoutsOf(planned->plan);
-    if (Result<StepWork> work = StepWork::Make(trace_, planned->plan, Recomputes(planned->plan)); work)
+    if (Result<StepWork> work = StepWork::Make(trace_, planned->plan, Recomputes(planned->plan), Offloads(planned->plan)); work)
       outlook.work = std::move(*work);
     return outlook;
   }
@@ -191,7 +190,7 @@ class OptimizeRun {
     const Result<PlannerOutput> planned =
         MakePlan(trace_, optimize::StrategyOf(job_, least.choice), cluster_, {.verify = false});
     if (planned && CheckPlanClass(planned->plan)) {
-      if (const auto work = StepWork::Make(trace_, planned->plan, Recomputes(planned->plan)); work)
+      if (const auto work = StepWork::Make(trace_, planned->plan, Recomputes(planned->plan), Offloads(planned->plan)); work)
         text +=
             fmt::format("; none of the class {} needs less than {}", kPlanClass, work->LeastMemory().value);
     }
@@ -264,6 +263,10 @@ class OptimizeRun {
         loss.value);
   }
 
+  // What the bound has to allow.
+  bool Offloads(const Plan& plan) const {
+    return options_.may_offload_activations || OffloadsActivations(plan);
+  }
   bool Recomputes(const Plan& plan) const {
     return options_.may_checkpoint || std::ranges::any_of(plan.segments, [](const Segment& s) {
              return s.phase == SegmentPhase::kRecompute;
@@ -293,7 +296,7 @@ class OptimizeRun {
       return;
     }
     const bool recomputation = Recomputes(plan);
-    const Result<StepWork> work = StepWork::Make(trace_, plan, recomputation);
+    const Result<StepWork> work = StepWork::Make(trace_, plan, recomputation, Offloads(plan));
     if (!work) {
       output_.report.notes.push_back("no bound: " + work.error().message);
       return;
@@ -301,6 +304,7 @@ class OptimizeRun {
     Certificate certificate{.digests = plan.digests,
                             .plan_digest = DigestOfJson(plan),
                             .plan_class = std::string(kPlanClass),
+                            .activation_offload = Offloads(plan),
                             .recomputation = recomputation,
                             .budget_bytes = LargestBudget(),
                             .cuts = optimize::ChooseCuts(*work)};

@@ -234,7 +234,7 @@ class PointFinder {
   // An offloaded unit's own points.
   struct Places {
     std::int32_t unit = -1;  // index into units_
-    std::size_t pre_forward = 0, post_forward = 0, pre_backward = 0;
+    std::size_t post_forward = 0, pre_backward = 0;
   };
 
   std::size_t Find(std::size_t from, HookPointKind kind, std::int32_t microbatch) const {
@@ -264,10 +264,8 @@ class PointFinder {
       if (units_[u].forward != forward) continue;
       Places of{.unit = static_cast<std::int32_t>(u)};
       for (std::size_t e = begin; e < end; ++e) {
-        if (events_[e].unit != units_[u].unit) continue;
-        const bool enters = events_[e].kind == HookPointKind::kPreForward && of.pre_forward == 0;
-        if (enters) of.pre_forward = e;
-        if (events_[e].kind == HookPointKind::kPostForward) of.post_forward = e;
+        const bool leaves = events_[e].kind == HookPointKind::kPostForward;
+        if (leaves && events_[e].unit == units_[u].unit) of.post_forward = e;
       }
       if (of.post_forward > 0) places.push_back(of);
     }
@@ -336,10 +334,7 @@ class PointFinder {
       Add(OffloadPoint::Kind::kOut, of, of.post_forward, microbatch);
       std::size_t release = of.post_forward;
       if (p + 1 < places.size()) {
-        const Places& next = places[p + 1];
-        const bool apart = next.pre_forward > of.post_forward &&
-                           Count(HookPointKind::kPostForward, of.post_forward, next.pre_forward) > 0;
-        release = apart ? next.pre_forward : next.post_forward;
+        release = places[p + 1].post_forward;
         distance = std::max<std::size_t>(1, Count(HookPointKind::kPostForward, of.post_forward, release));
       } else {
         std::size_t left = distance;
@@ -359,9 +354,7 @@ class PointFinder {
       const Places& of = places[p];
       Add(OffloadPoint::Kind::kAwait, of, of.pre_backward, microbatch);
       if (p + 1 == places.size()) continue;
-      const Places& before = places[p + 1];  // in the backward
-      const std::size_t over = Find(before.pre_backward + 1, HookPointKind::kPreBackward, microbatch);
-      const std::size_t back = over < of.pre_backward ? over : std::min(before.pre_backward, of.pre_backward);
+      const std::size_t back = std::min(places[p + 1].pre_backward, of.pre_backward);
       Add(OffloadPoint::Kind::kBack, of, back, microbatch);
       if (p + 2 == places.size())
         distance = std::max<std::size_t>(1, Count(HookPointKind::kPreBackward, back, of.pre_backward));

@@ -3,12 +3,12 @@
 // a step they go, end on the device, come back and are waited for.
 //
 // [Note: when activations go and come back]
-// A unit's copy to the host begins when its forward ends. The device gives the memory up as late as the next
-// unit that is offloaded needs room: when that unit's forward begins, or, where no other unit ran in between,
-// when it ends. So the copy has the time of all units between the two, and one unit's tensors are on their
-// way at a time. The backward is the mirror of it: a unit's tensors are brought back when the one that was
-// offloaded behind it has run backward, or, without a unit in between, has begun to. Of the last one that is
-// offloaded the distance is that of the two before.
+// A unit's copy to the host begins when its forward ends. The device gives the memory up when the next unit
+// that is offloaded has run forward, and its copy begins: so the copy has the time of all units between the
+// two, and one unit's tensors are on their way at a time. The backward is the mirror of it: a unit's tensors
+// are brought back when the one that was offloaded behind it begins to run backward. Of the last one that is
+// offloaded the distance is that of the two before. The memory of one unit more than has to be is there on
+// the way, where others are not there yet, or not any more.
 #pragma once
 
 #include <cstddef>

@@ -38,6 +38,8 @@ inline constexpr auto kFields<Certificate> = FieldList(
     Required("digests", &Certificate::digests, "Of the documents that the plan was made from."),
     Required("plan_digest", &Certificate::plan_digest, "Digest of the plan, \"sha256:...\"."),
     Required("plan_class", &Certificate::plan_class, "Which plans it is about."),
+    Optional("activation_offload", &Certificate::activation_offload,
+             "Plans that move activations to host memory are among them; the bound gives them the time."),
     Required("recomputation", &Certificate::recomputation,
              "Plans that run parts of the forward again are among them."),
     Required("layouts", &Certificate::layouts, "Layouts of units that the plans may have."),

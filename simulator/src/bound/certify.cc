@@ -8,6 +8,7 @@
 #include <set>
 #include <utility>
 
+#include "shardplan/schemas/activations.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
@@ -69,7 +70,9 @@ Status CheckJob(const Plan& plan) {
   if (strategy.compile) return NotOfClass("operators are fused, and the bound is of the trace's own");
   if (strategy.optimizer.in_backward || strategy.optimizer.kind == OptimizerKind::kNone)
     return NotOfClass("the optimizer does not step once, behind the backward");
-  const auto on_device = [](const Buffer& buffer) { return buffer.memory == MemoryKind::kDevice; };
+  const auto on_device = [](const Buffer& buffer) {
+    return buffer.memory == MemoryKind::kDevice || buffer.role == BufferRole::kActivationHost;
+  };
   if (!std::ranges::all_of(plan.buffers, on_device)) return NotOfClass("buffers are in host memory");
   const auto is_step = [](const ProgramCall& call) {
     return std::holds_alternative<OptimizerStepCall>(call);
@@ -104,6 +107,26 @@ Status CheckStep(const Plan& plan) {
     }
   }
   if (optimizer_steps != 1) return NotOfClass("the step has no optimizer's step");
+  return {};
+}
+
+// Activations leave behind the pass that makes them, and are back for a later one.
+Status CheckActivations(const Plan& plan) {
+  if (!OffloadsActivations(plan)) return {};
+  const std::vector<std::vector<ActivationTouch>> touched = ActivationsTouched(plan);
+  std::set<BufferId> back;
+  for (const Trigger& trigger : plan.steps.back().triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      if (i.kind == InstructionKind::kAllocate && plan.buffers[i.dst].role == BufferRole::kActivation)
+        back.insert(i.dst);
+      if (i.kind != InstructionKind::kCompute) continue;
+      for (const ActivationTouch& touch : touched[i.segment]) {
+        if (!touch.made.empty()) back.erase(touch.buffer);
+        if (back.contains(touch.buffer) && !IsBackward(plan.segments[i.segment].phase))
+          return NotOfClass("activations come back in the pass that makes them");
+      }
+    }
+  }
   return {};
 }
 
@@ -280,12 +303,18 @@ Status CheckBound(const StepWork& work, const Certificate& certificate) {
 
 }  // namespace
 
+bool OffloadsActivations(const Plan& plan) {
+  return std::ranges::any_of(plan.buffers,
+                             [](const Buffer& b) { return b.role == BufferRole::kActivation; });
+}
+
 Status CheckPlanClass(const Plan& plan) {
   if (plan.steps.empty()) return NotOfClass("it has no step");
   if (!plan.known_faults.empty()) return NotOfClass("it carries faults of PyTorch's");
   if (Status units = CheckUnitsAlike(plan); !units) return units;
   if (Status job = CheckJob(plan); !job) return job;
   if (Status step = CheckStep(plan); !step) return step;
+  if (Status activations = CheckActivations(plan); !activations) return activations;
   if (Status waiting = CheckWaitingGradients(plan); !waiting) return waiting;
   if (Status pools = CheckPools(plan); !pools) return pools;
   if (Status end = CheckEnd(plan); !end) return end;
@@ -305,13 +334,16 @@ Status CheckCertificate(const Trace& trace, const Plan& plan, const Certificate&
   if (recomputes && !certificate.recomputation)
     return MakeError(ErrorCode::kNegative,
                      "the plan recomputes, and the certificate is about plans that do not");
+  if (OffloadsActivations(plan) && !certificate.activation_offload)
+    return MakeError(ErrorCode::kNegative,
+                     "the plan offloads activations, and the certificate is about plans that do not");
   const auto in_layouts = [&](const Unit& unit) {
     return unit.parameters.empty() || std::ranges::count(certificate.layouts, unit.layout) > 0;
   };
   if (!std::ranges::all_of(plan.units, in_layouts))
     return MakeError(ErrorCode::kNegative, "the plan has a layout that the certificate is not about");
   if (Status figures = CheckFigures(plan, certificate); !figures) return figures;
-  const Result<StepWork> work = StepWork::Make(trace, plan, certificate.recomputation);
+  const Result<StepWork> work = StepWork::Make(trace, plan, certificate.recomputation, certificate.activation_offload);
   if (!work) return std::unexpected(work.error());
   return CheckBound(*work, certificate);
 }

@@ -19,8 +19,12 @@ using internal::Int128;
 
 class StepWorkBuilder {
  public:
-  StepWorkBuilder(const Trace& trace, const Plan& job, bool recomputation)
-      : trace_(trace), job_(job), recomputation_(recomputation), costs_(MakeCostModel(job.cluster)) {
+  StepWorkBuilder(const Trace& trace, const Plan& job, bool recomputation, bool activation_offload)
+      : trace_(trace),
+        job_(job),
+        leaves_(recomputation || activation_offload),
+        keeps_(!activation_offload),
+        costs_(MakeCostModel(job.cluster)) {
     work_.cluster = job.cluster;
   }
 
@@ -122,10 +126,10 @@ class StepWorkBuilder {
       const auto found = index_of_.find({id, microbatch_});
       if (found == index_of_.end()) continue;
       StepWork::Parts::Storage& storage = work_.storages[found->second];
-      // What an earlier pass made may be there again, made anew; of a backward over several micro-batches
-      // nobody knows whose it is.
+      // What an earlier pass made may be there again, made anew or brought back; of a backward over several
+      // micro-batches nobody knows whose it is.
       const bool earlier = !own_.contains(id);
-      if (earlier && (recomputation_ || microbatch_ < 0)) {
+      if (earlier && (leaves_ || microbatch_ < 0)) {
         if (microbatch_ < 0) continue;
         remade_bytes += storage.size_bytes;
         later_uses_.push_back({found->second, index});
@@ -135,7 +139,7 @@ class StepWorkBuilder {
       storage.last = index;
     }
     remade_bytes_.push_back(remade_bytes);
-    if (recomputation_) uses_.push_back({op_ns, OwnOf(op.reads), OwnOf(op.writes)});
+    if (leaves_) uses_.push_back({op_ns, OwnOf(op.reads), OwnOf(op.writes)});
   }
 
   // What the pass makes itself, counted in it.
@@ -150,7 +154,13 @@ class StepWorkBuilder {
   }
 
   void SetStretches() {
-    if (!recomputation_) return;
+    if (!leaves_) return;
+    work_.used_later_bytes.assign(work_.durations_ns.size(), 0);
+    if (!keeps_) {
+      for (const auto& [storage, index] : later_uses_)
+        work_.used_later_bytes[index] += work_.storages[storage].size_bytes;
+      return;
+    }
     std::vector<internal::PassTensor> all;
     for (const StepWork::Parts::Storage& storage : work_.storages)
       all.push_back({.bytes = storage.size_bytes, .last_use = storage.last});
@@ -168,7 +178,6 @@ class StepWorkBuilder {
       stretches.Add(begin, {uses_.begin() + begin, uses_.begin() + end}, tensors, work_.stretches);
       std::ranges::copy(tensors, from);
     }
-    work_.used_later_bytes.assign(work_.durations_ns.size(), 0);
     for (const auto& [storage, index] : later_uses_) {
       if (index >= all[storage].chosen_until) work_.used_later_bytes[index] += all[storage].bytes;
     }
@@ -289,7 +298,8 @@ class StepWorkBuilder {
 
   const Trace& trace_;
   const Plan& job_;
-  const bool recomputation_;
+  const bool leaves_;  // what a pass leaves to later ones need not be there in between
+  const bool keeps_;   // ... but then it is computed again
   const std::unique_ptr<CostModel> costs_;
   StepWork::Parts work_;
   std::int32_t microbatch_ = 0;  // -1: of several
@@ -322,8 +332,9 @@ std::map<std::int64_t, std::int64_t> StepWork::Deadlines() const {
   return bytes;
 }
 
-Result<StepWork> StepWork::Make(const Trace& trace, const Plan& job, bool recomputation) {
-  return StepWorkBuilder(trace, job, recomputation).Run();
+Result<StepWork> StepWork::Make(const Trace& trace, const Plan& job, bool recomputation,
+                                bool activation_offload) {
+  return StepWorkBuilder(trace, job, recomputation, activation_offload).Run();
 }
 
 }  // namespace shardplan

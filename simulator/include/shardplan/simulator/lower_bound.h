@@ -48,6 +48,9 @@ inline constexpr std::int64_t kHighestBytePrice = std::int64_t{1} << 50;
 WindowPrices HighestPrices(const Cluster& cluster, std::int64_t kernels,
                            const std::vector<std::int64_t>& shares);
 
+// Whether the plan moves activations to host memory.
+bool OffloadsActivations(const Plan& plan);
+
 // Whether the plan is of the class. kNegative says what it does otherwise.
 Status CheckPlanClass(const Plan& plan);
 
@@ -55,9 +58,11 @@ Status CheckPlanClass(const Plan& plan);
 // mesh, dtypes, optimizer and training loop).
 class StepWork {
  public:
-  // `job` is of the class. `recomputation`: plans may run parts of the forward again.
+  // `job` is of the class. `recomputation`: plans may run parts of the forward again. `activation_offload`:
+  // activations may be in host memory between the pass that makes them and a later one, in no time.
   // kNegative: not every parameter is in one unit. kBadInput: the trace is not that of the plan.
-  static Result<StepWork> Make(const Trace& trace, const Plan& job, bool recomputation);
+  static Result<StepWork> Make(const Trace& trace, const Plan& job, bool recomputation,
+                               bool activation_offload = false);
 
   std::int64_t operators() const;
   const std::vector<std::int64_t>& durations_ns() const;
