@@ -8,9 +8,12 @@
 #include <vector>
 
 #include "shardplan/planner/fsdp2_settings.h"
+#include "shardplan/planner/optimize.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/verifier.h"
+#include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/memory_profile.h"
+#include "tests/planner/parts_cases.h"
 #include "tests/planner/synthetic.h"
 
 namespace shardplan {
@@ -174,6 +177,48 @@ TEST(ActivationOffloadTest, PlainFsdp2LeavesItOut) {
   ASSERT_EQ(settings.left_out.size(), 1U);
   EXPECT_EQ(settings.left_out.front().pointer, "/strategy/activation_offload");
   EXPECT_FALSE(settings.strategy.activation_offload);
+}
+
+TEST(ActivationOffloadTest, AllowingItMakesNoStepLonger) {
+  const auto [first, last] = testing::SeedsUpTo(8);
+  int compared = 0, faster = 0, offloading = 0;
+  for (std::uint32_t seed = first; seed <= last; ++seed) {
+    SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
+    testing::PartsCase c = testing::RandomPartsCase(seed, 6);
+    c.cluster.host_link_bytes_per_second = 100'000'000'000;
+    Strategy strategy;
+    if (seed % 3 == 0) strategy.program = {testing::MicrobatchStep(2)};
+    const Result<OptimizeOutput> loose = Optimize(c.trace, strategy, c.cluster, {.budget = testing::kLoose});
+    ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
+    for (const std::int64_t percent : {60, 45}) {
+      OptimizeOptions options{.budget = Bytes{loose->report.peak_reserved_bytes.value * percent / 100},
+                              .may_checkpoint = true,
+                              .plan_limit = 300};
+      const Result<OptimizeOutput> without = Optimize(c.trace, strategy, c.cluster, options);
+      options.may_offload_activations = true;
+      const Result<OptimizeOutput> with = Optimize(c.trace, strategy, c.cluster, options);
+      ASSERT_TRUE(with.has_value() || !without.has_value()) << ToString(with.error());
+      if (!with) continue;
+      EXPECT_LE(with->report.peak_reserved_bytes, *options.budget);
+      ASSERT_TRUE(with->certificate.has_value());
+      const Status holds = CheckCertificate(c.trace, with->plan, *with->certificate);
+      EXPECT_TRUE(holds.has_value()) << ToString(holds.error());
+      offloading += OffloadsActivations(with->plan);
+      Certificate narrow = *with->certificate;
+      narrow.activation_offload = false;
+      if (OffloadsActivations(with->plan)) {
+        EXPECT_FALSE(CheckCertificate(c.trace, with->plan, narrow).has_value());
+      }
+      if (!without) continue;
+      ++compared;
+      EXPECT_LE(with->report.step_ns, without->report.step_ns) << percent << " %";
+      faster += with->report.step_ns < without->report.step_ns;
+    }
+  }
+  if (first == last) return;
+  EXPECT_GT(compared, 2);
+  EXPECT_GT(offloading, 0);
+  EXPECT_GT(faster, 0);
 }
 
 // Each wait, and each instruction that moves activations, is needed: the verifier sees it go.

@@ -519,6 +519,11 @@ std::vector<Choice> Frugal(const Job& job, const OptimizeOptions& options) {
     if (options.may_checkpoint && !job.keeps_checkpoint) choice.recomputed = job.chain.blocks;
     choice.offload = options.may_offload && !fsdp1;
     frugal.push_back(choice);
+    if (options.may_offload_activations && !job.keeps_activations) {
+      frugal.push_back(choice);
+      frugal.back().recomputed = 0;
+      frugal.back().offloaded = job.chain.blocks;
+    }
     if (job.even_dims.empty() || job.keeps_layout || fsdp1) continue;
     choice.even = true;
     frugal.push_back(std::move(choice));

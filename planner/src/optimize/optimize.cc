@@ -93,7 +93,9 @@ class OptimizeRun {
     // Plans with shards in host memory are outside of the class, and the search may choose one.
     if (!planned || options_.may_offload || !CheckPlanClass(planned->plan)) return outlook;
     outlook.layouts = LayoutsOf(planned->plan);
-    if (Result<StepWork> work = StepWork::Make(trace_, planned->plan, Recomputes(planned->plan), Offloads(planned->plan)); work)
+    if (Result<StepWork> work =
+            StepWork::Make(trace_, planned->plan, Recomputes(planned->plan), Offloads(planned->plan));
+        work)
       outlook.work = std::move(*work);
     return outlook;
   }
@@ -190,7 +192,9 @@ class OptimizeRun {
     const Result<PlannerOutput> planned =
         MakePlan(trace_, optimize::StrategyOf(job_, least.choice), cluster_, {.verify = false});
     if (planned && CheckPlanClass(planned->plan)) {
-      if (const auto work = StepWork::Make(trace_, planned->plan, Recomputes(planned->plan), Offloads(planned->plan)); work)
+      if (const auto work =
+              StepWork::Make(trace_, planned->plan, Recomputes(planned->plan), Offloads(planned->plan));
+          work)
         text +=
             fmt::format("; none of the class {} needs less than {}", kPlanClass, work->LeastMemory().value);
     }

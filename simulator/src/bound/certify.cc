@@ -304,8 +304,7 @@ Status CheckBound(const StepWork& work, const Certificate& certificate) {
 }  // namespace
 
 bool OffloadsActivations(const Plan& plan) {
-  return std::ranges::any_of(plan.buffers,
-                             [](const Buffer& b) { return b.role == BufferRole::kActivation; });
+  return std::ranges::any_of(plan.buffers, [](const Buffer& b) { return b.role == BufferRole::kActivation; });
 }
 
 Status CheckPlanClass(const Plan& plan) {
@@ -343,7 +342,8 @@ Status CheckCertificate(const Trace& trace, const Plan& plan, const Certificate&
   if (!std::ranges::all_of(plan.units, in_layouts))
     return MakeError(ErrorCode::kNegative, "the plan has a layout that the certificate is not about");
   if (Status figures = CheckFigures(plan, certificate); !figures) return figures;
-  const Result<StepWork> work = StepWork::Make(trace, plan, certificate.recomputation, certificate.activation_offload);
+  const Result<StepWork> work =
+      StepWork::Make(trace, plan, certificate.recomputation, certificate.activation_offload);
   if (!work) return std::unexpected(work.error());
   return CheckBound(*work, certificate);
 }

@@ -35,11 +35,11 @@ struct CertificateBranch {
 
 // No plan of the class has a shorter step than lower_bound_ns within the budget.
 struct Certificate {
-  Digests digests;             // of the trace, the strategy and the cluster of the plan
-  std::string plan_digest;     // "sha256:..." of the plan's document
-  std::string plan_class;      // which plans it is about (docs/reference/optimize.md)
+  Digests digests;                  // of the trace, the strategy and the cluster of the plan
+  std::string plan_digest;          // "sha256:..." of the plan's document
+  std::string plan_class;           // which plans it is about (docs/reference/optimize.md)
   bool activation_offload = false;  // plans that move activations to host memory are among them
-  bool recomputation = false;  // plans that run parts of the forward again are among them
+  bool recomputation = false;       // plans that run parts of the forward again are among them
   std::vector<LayoutKind> layouts;
   Bytes budget_bytes;
   Bytes peak_pooled_bytes;

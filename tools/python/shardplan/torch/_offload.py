@@ -75,6 +75,7 @@ class Offloader:
         self.device, self.min_bytes, self.parts = device, min_bytes, parts
         self.made: dict[int, dict[int, list[weakref.ref]]] = {unit: {} for unit in parts}  # by unit and module of the latest forward
         self.taken: dict[int, list[weakref.ref | None]] = {}  # by unit, in the order of the plan's parts
+        self.unclaimed: list[torch.Tensor] = []  # of the latest that came back: what nobody waits for, and copies still write
         self.warned = False
 
     # ---- the runtime's ----
@@ -112,13 +113,17 @@ class Offloader:
                 found.go(part)
 
     def give(self, unit: int, parts: list[torch.Tensor]) -> None:
+        """The copies to `parts` are under way: the stream that computes has waited for them before the next unit's come, and not before."""
+        self.unclaimed = []
         for reference, part in zip(self.taken.pop(unit), parts, strict=True):
             if reference and (found := reference()) is not None:
                 found.back, found.host = part, None
+            else:
+                self.unclaimed.append(part)
 
     # ---- autograd's ----
     def pack(self, unit: int, module: nn.Module, kept: set[int], collected: dict[int, _Storage], tensor: torch.Tensor) -> object:
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.device == self.device
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.device.type == self.device.type
         if not plain or (tensor.requires_grad and tensor.is_leaf):
             return tensor
         storage = tensor.untyped_storage()
