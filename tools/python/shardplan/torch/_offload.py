@@ -20,6 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardplan import patterns
 
+from . import _forwards
+
 _CHANGED = (
     "shardplan: a tensor that the backward needs was changed in place after autograd saved it, and its activations are offloaded "
     "(saved at version {}, now at version {})"
@@ -72,7 +74,7 @@ class Offloader:
     """The activations of an applied plan: what its runtime calls."""
 
     def __init__(self, device: torch.device, min_bytes: int, parts: dict[int, list[int]]) -> None:
-        self.device, self.min_bytes, self.parts = device, min_bytes, parts
+        self.device, self.min_bytes = device, min_bytes
         self.made: dict[int, dict[int, list[weakref.ref]]] = {unit: {} for unit in parts}  # by unit and module of the latest forward
         self.taken: dict[int, list[weakref.ref | None]] = {}  # by unit, in the order of the plan's parts
         self.unclaimed: list[torch.Tensor] = []  # of the latest that came back: what nobody waits for, and copies still write
@@ -122,7 +124,7 @@ class Offloader:
                 self.unclaimed.append(part)
 
     # ---- autograd's ----
-    def pack(self, unit: int, module: nn.Module, kept: set[int], collected: dict[int, _Storage], tensor: torch.Tensor) -> object:
+    def pack(self, kept: set[int], collected: dict[int, _Storage], tensor: torch.Tensor) -> object:
         plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.device.type == self.device.type
         if not plain or (tensor.requires_grad and tensor.is_leaf):
             return tensor
@@ -155,7 +157,7 @@ class Offloader:
                 return forward(*args, **kwargs)
             kept = {tensor.untyped_storage()._cdata for tensor in _tensors([args, kwargs, list(module.parameters()), list(module.buffers())])}
             collected: dict[int, _Storage] = {}
-            pack = functools.partial(self.pack, unit, module, kept, collected)
+            pack = functools.partial(self.pack, kept, collected)
             with saved_tensors_hooks(pack, self.unpack):
                 output = forward(*args, **kwargs)
             returned = {tensor.untyped_storage()._cdata for tensor in _tensors(output)}
@@ -180,19 +182,8 @@ def offload(plan, model: nn.Module, device: torch.device, runtime) -> Callable[[
     if not parts or not rule:
         return lambda: None
     offloader = Offloader(device, rule.get("min_bytes", 1 << 20), parts)
-    before = [(module, vars(module).get("forward")) for _, module in _chosen(plan, model, rule, parts)]
-    for unit, module in _chosen(plan, model, rule, parts):
-        module.forward = offloader.wrapped(unit, module, module.forward)
     runtime.set_activations(offloader)
-
-    def undo() -> None:
-        for module, forward in before:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-
-    return undo
+    return _forwards.replace([(module, offloader.wrapped(unit, module, module.forward)) for unit, module in _chosen(plan, model, rule, parts)])
 
 
 def _chosen(plan, model: nn.Module, rule: dict, parts: dict[int, list[int]]) -> list[tuple[int, nn.Module]]:

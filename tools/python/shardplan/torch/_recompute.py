@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardplan import patterns, selective
 
+from . import _forwards
+
 
 def recompute(plan, model: nn.Module) -> Callable[[], None]:
     """Makes the modules that the plan recomputes do so. A model with wrappers of its own is left as it is. Returns what undoes it."""
@@ -26,18 +28,7 @@ def recompute(plan, model: nn.Module) -> Callable[[], None]:
     options = {"early_stop": rule.get("early_stop", True)}
     if rule.get("save"):
         options["context_fn"] = functools.partial(selective.contexts, rule["save"])
-    before = [(module, vars(module).get("forward")) for module in _chosen(model, rule)]
-    for module, _ in before:
-        module.forward = _checkpointed(module.forward, options)
-
-    def undo() -> None:
-        for module, forward in before:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-
-    return undo
+    return _forwards.replace([(module, _checkpointed(module.forward, options)) for module in _chosen(model, rule)])
 
 
 def _checkpointed(forward: Callable, options: dict) -> Callable:
