@@ -16,6 +16,7 @@ class RegionFinder {
   CheckpointRegions Run() {
     for (const std::int32_t f : backward_.forwards) FindRegions(f);
     if (found_.regions.empty()) return {};
+    IndexRegions();
     TellCallsApart();
     for (const std::int32_t f : backward_.forwards) FindLives(f);
     FindBackwardUses();
@@ -52,24 +53,37 @@ class RegionFinder {
     }
   }
 
-  // Operators name modules, not calls of them: what one call made may be read in the backward of the next.
-  void TellCallsApart() {
-    std::map<ModuleId, int> calls;
-    for (const CheckpointRegion& region : found_.regions) ++calls[region.module];
-    for (const TraceEvent& event : backward_.events) {
-      const auto* ready = std::get_if<OutputGradReadyEvent>(&event);
-      if (ready == nullptr) continue;
-      for (CheckpointRegion& region : found_.regions) {
-        if (calls[region.module] > 1 && Is(region, *ready)) region.started = false;
+  void IndexRegions() {
+    regions_of_.resize(trace_.modules.size());
+    for (std::size_t r = 0; r < found_.regions.size(); ++r)
+      regions_of_[found_.regions[r].module].push_back(r);
+    for (std::size_t m = 0; m < trace_.modules.size(); ++m) {
+      std::vector<std::size_t>& over = regions_over_.emplace_back();
+      for (auto module = static_cast<ModuleId>(m); module >= 0; module = index_.parent[module]) {
+        const std::vector<std::size_t>& of = regions_of_[index_.canonical[module]];
+        over.insert(over.end(), of.begin(), of.end());
       }
     }
   }
 
-  // Whether an event of the backward is of the region's call.
-  bool Is(const CheckpointRegion& region, const auto& event) const {
-    return region.module == index_.canonical[event.module] && region.occurrence == event.occurrence &&
-           event.forward < std::ssize(backward_.forwards) &&
-           backward_.forwards[event.forward] == region.forward;
+  // Operators name modules, not calls of them: what one call made may be read in the backward of the next.
+  void TellCallsApart() {
+    for (const TraceEvent& event : backward_.events) {
+      const auto* ready = std::get_if<OutputGradReadyEvent>(&event);
+      if (ready == nullptr || regions_of_[index_.canonical[ready->module]].size() < 2) continue;
+      ForCall(*ready, [](CheckpointRegion& region) { region.started = false; });
+    }
+  }
+
+  // The regions of the call that an event of the backward names.
+  void ForCall(const auto& event, const auto& change) {
+    for (const std::size_t r : regions_of_[index_.canonical[event.module]]) {
+      CheckpointRegion& region = found_.regions[r];
+      if (region.occurrence == event.occurrence && event.forward < std::ssize(backward_.forwards) &&
+          backward_.forwards[event.forward] == region.forward) {
+        change(region);
+      }
+    }
   }
 
   void FindLives(std::int32_t f) {
@@ -121,16 +135,16 @@ class RegionFinder {
       const TraceEvent& event = backward_.events[i];
       if (const auto* op = std::get_if<OperatorEvent>(&event)) {
         if (op->module >= 0 && ReadsSaved(*op)) {
-          for (CheckpointRegion& region : found_.regions) {
-            if (!region.done && IsUnder(index_, op->module, region.module)) Unpack(region, *op, i);
+          for (const std::size_t r : regions_over_[op->module]) {
+            if (!found_.regions[r].done) Unpack(found_.regions[r], *op, i);
           }
         }
         for (const StorageId s : op->reads) UseInBackward(s, op->module, i);
         for (const StorageId s : op->writes) UseInBackward(s, op->module, i);
       } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
-        for (CheckpointRegion& region : found_.regions) region.done = region.done || Is(region, *done);
+        ForCall(*done, [](CheckpointRegion& region) { region.done = true; });
       } else if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
-        for (CheckpointRegion& region : found_.regions) region.started = region.started || Is(region, *ready);
+        ForCall(*ready, [](CheckpointRegion& region) { region.started = true; });
       } else if (const auto* born = std::get_if<AllocateEvent>(&event)) {
         born_in_backward_.insert(born->storage);
       } else if (const auto* free = std::get_if<FreeEvent>(&event)) {
@@ -204,7 +218,9 @@ class RegionFinder {
   const std::vector<bool>& checkpointed_;
   const Pass& backward_;
   CheckpointRegions found_;
-  std::set<StorageId> born_in_backward_;
+  std::vector<std::vector<std::size_t>> regions_of_;    // by canonical module: its calls
+  std::vector<std::vector<std::size_t>> regions_over_;  // by module: calls of it, or of modules around it
+  std::unordered_set<StorageId> born_in_backward_;
 };
 
 }  // namespace

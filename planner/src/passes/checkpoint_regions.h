@@ -4,6 +4,8 @@
 
 #include <map>
 #include <set>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "units/model_index.h"
@@ -16,13 +18,13 @@ struct CheckpointRegion {
   std::int32_t forward = -1, occurrence = 0;
   std::size_t enter = 0, exit = 0;  // events of the forward
   std::vector<StorageId> inputs;
-  std::set<StorageId> saved;              // born inside, read by the region's own backward
-  std::set<ParameterId> parameters;       // read by the region's own backward
-  std::map<StorageId, StorageId> remade;  // by the recomputation
-  std::set<std::size_t> saves;            // events of the forward: operators that are not run again
-  std::set<StorageId> kept;               // what those made
-  std::size_t stop = 0;                   // event behind which the recomputation ends
-  std::size_t first_use = 0;              // position in the backward that needs the recomputation
+  std::unordered_set<StorageId> saved;              // born inside, read by the region's own backward
+  std::unordered_set<ParameterId> parameters;       // read by the region's own backward
+  std::unordered_map<StorageId, StorageId> remade;  // by the recomputation
+  std::set<std::size_t> saves;                      // events of the forward: operators that are not run again
+  std::unordered_set<StorageId> kept;               // what those made
+  std::size_t stop = 0;                             // event behind which the recomputation ends
+  std::size_t first_use = 0;                        // position in the backward that needs the recomputation
   bool recomputes = false;
   bool started = true;  // its backward has begun: the gradient of an output is there
   std::size_t end = 0;  // position in the backward behind which the inputs are dropped
@@ -45,9 +47,9 @@ struct StorageLife {
 // The regions of the forwards that a backward covers, and the storages in them.
 struct CheckpointRegions {
   std::vector<CheckpointRegion> regions;
-  std::map<StorageId, StorageLife> lives;
-  std::map<StorageId, std::size_t> region_of_birth;
-  std::set<StorageId> needed_outside;           // of its region, in the backward
+  std::unordered_map<StorageId, StorageLife> lives;
+  std::unordered_map<StorageId, std::size_t> region_of_birth;
+  std::unordered_set<StorageId> needed_outside;  // of its region, in the backward
   std::map<StorageId, std::size_t> kept_until;  // a region's input: position in the backward
   std::set<std::int32_t> says_releases;         // forwards in which the trace says what Python holds
 

@@ -29,6 +29,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 
 #include "passes/checkpoint_regions.h"
 #include "shardplan/planner/planner.h"
@@ -121,12 +122,13 @@ class Checkpointer {
 
   void RewriteForward(std::int32_t f) {
     const Pass& pass = trace_.forwards[f];
-    std::map<std::size_t, std::vector<StorageId>> free_behind;
+    std::unordered_map<std::size_t, std::vector<StorageId>> free_behind;
     for (const auto& [storage, life] : found_.lives) {
       std::size_t behind = 0;
       if (life.birth_forward == f && found_.DiesInForward(storage, behind))
         free_behind[behind].push_back(storage);
     }
+    for (auto& [position, freed] : free_behind) std::ranges::sort(freed);
     std::vector<TraceEvent>& events = result_.forwards[f].events;
     events.clear();
     for (std::size_t i = 0; i < pass.events.size(); ++i) {
