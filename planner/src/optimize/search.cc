@@ -15,10 +15,10 @@ namespace {
 constexpr int kClimbs = 4;
 // After so many choices that reserve more than the budget, what pools as much as one of them is passed over.
 constexpr int kMostOver = 8;
-// So many of the cuts next to one are planned.
-constexpr std::size_t kMostCuts = 16;
+// So many of the cuts next to one are planned, and of so many what each may keep.
+constexpr std::size_t kMostCuts = 16, kMostCutsThatKeep = 8;
 // After so many plans no further beginning is climbed from.
-constexpr std::int64_t kEnough = 400;
+constexpr std::int64_t kEnough = 300;
 
 }  // namespace
 
@@ -175,8 +175,8 @@ void Search::ClimbByMoves() {
       // Where memory is short, cuts count for what they need, which the model does not know.
       const bool tight = best_->evaluation.pooled_bytes.value > best_->evaluation.budget_bytes.value / 10 * 9;
       if (!tight) moves = evaluator_.Fastest(std::move(moves), kMostCuts);
-      std::vector<Choice> cuts = evaluator_.PromisingUnits(from, kMostCuts);
       const bool may_keep = tight && !job_.keeps_reshard;
+      std::vector<Choice> cuts = evaluator_.PromisingUnits(from, may_keep ? kMostCutsThatKeep : kMostCuts);
       Consider(may_keep ? KeepingMost(std::move(cuts)) : std::move(cuts));
     }
     Consider(moves);
@@ -367,16 +367,14 @@ std::optional<Found> Search::Next(const std::set<Choice>& tried) const {
   return next;
 }
 
-// Those of the grid whose work without a recomputation would let them win, and that do not fit without.
-std::vector<Choice> Search::RecomputingOf(const std::vector<Choice>& grid) const {
+// Those of the grid whose work would let them win, and that do not fit without a recomputation.
+std::vector<Choice> Search::RecomputingOf(const std::vector<Choice>& grid) {
+  for (const Choice& choice : grid) NoteRecomputed(choice);
   std::vector<Choice> recomputing;
   for (const Choice& choice : grid) {
-    if (choice.recomputed == 0) continue;
-    if (const Evaluation* known = Known(WithoutRecomputation(choice))) {
-      if (!known->over) continue;
-      if (fits_ && known->work_ns >= best_->evaluation.step_ns) continue;
-    }
-    recomputing.push_back(choice);
+    if (choice.recomputed == 0 || CannotWin(choice)) continue;
+    const Evaluation* known = Known(WithoutRecomputation(choice));
+    if (known == nullptr || known->over) recomputing.push_back(choice);
   }
   return recomputing;
 }

@@ -48,7 +48,7 @@ class Search {
   void ConsiderMost(const std::vector<Choice>& choices, std::int32_t Choice::*count);
   void TryWaiting();
   bool TryWaitingOf(const std::vector<Choice>& waiting);
-  std::vector<Choice> RecomputingOf(const std::vector<Choice>& grid) const;
+  std::vector<Choice> RecomputingOf(const std::vector<Choice>& grid);
   void TryOrders(const std::vector<Choice>& grid, Effort effort = Effort::kPromising);
   const Evaluation* Known(const Choice& choice) const;
   void NoteRecomputed(const Choice& choice);
