@@ -50,8 +50,8 @@ struct CheckpointRegions {
   std::unordered_map<StorageId, StorageLife> lives;
   std::unordered_map<StorageId, std::size_t> region_of_birth;
   std::unordered_set<StorageId> needed_outside;  // of its region, in the backward
-  std::map<StorageId, std::size_t> kept_until;  // a region's input: position in the backward
-  std::set<std::int32_t> says_releases;         // forwards in which the trace says what Python holds
+  std::map<StorageId, std::size_t> kept_until;   // a region's input: position in the backward
+  std::set<std::int32_t> says_releases;          // forwards in which the trace says what Python holds
 
   // Whether the storage was made by an operator that is not run again.
   bool IsKept(StorageId storage) const;
