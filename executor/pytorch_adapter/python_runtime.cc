@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "python_runtime.h"
 
+#include <fmt/format.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -152,34 +153,34 @@ BufferId PythonRuntime::HostCopyOf(BufferId activation) const {
   return static_cast<BufferId>(found - plan().buffers.begin());
 }
 
-Status PythonRuntime::TakeActivations(UnitId unit, BufferId buffer, std::int32_t) {
+Status PythonRuntime::CallActivations(std::string_view what, const auto& call) {
   const InsidePython guards;
   try {
-    const py::object taken = py::handle(activations_.get()).attr("take")(unit, PartsOf(HostCopyOf(buffer)));
-    return device().SetParts(buffer, taken.cast<std::vector<at::Tensor>>());
+    return call(py::handle(activations_.get()));
   } catch (const py::error_already_set& error) {
-    return MakeError(ErrorCode::kBadInput, std::string("offloading activations: ") + error.what());
+    return MakeError(ErrorCode::kBadInput, fmt::format("{}: {}", what, error.what()));
   }
+}
+
+Status PythonRuntime::TakeActivations(UnitId unit, BufferId buffer, std::int32_t) {
+  return CallActivations("offloading activations", [&](py::handle activations) {
+    const py::object taken = activations.attr("take")(unit, PartsOf(HostCopyOf(buffer)));
+    return device().SetParts(buffer, taken.cast<std::vector<at::Tensor>>());
+  });
 }
 
 Status PythonRuntime::DropActivations(UnitId unit, BufferId buffer, std::int32_t) {
-  const InsidePython guards;
-  try {
-    py::handle(activations_.get()).attr("drop")(unit, PartsOf(HostCopyOf(buffer)));
-  } catch (const py::error_already_set& error) {
-    return MakeError(ErrorCode::kBadInput, std::string("offloading activations: ") + error.what());
-  }
-  return {};
+  return CallActivations("offloading activations", [&](py::handle activations) {
+    activations.attr("drop")(unit, PartsOf(HostCopyOf(buffer)));
+    return Status{};
+  });
 }
 
 Status PythonRuntime::GiveActivations(UnitId unit, BufferId buffer, std::int32_t) {
-  const InsidePython guards;
-  try {
-    py::handle(activations_.get()).attr("give")(unit, PartsOf(buffer));
-  } catch (const py::error_already_set& error) {
-    return MakeError(ErrorCode::kBadInput, std::string("bringing activations back: ") + error.what());
-  }
-  return {};
+  return CallActivations("bringing activations back", [&](py::handle activations) {
+    activations.attr("give")(unit, PartsOf(buffer));
+    return Status{};
+  });
 }
 
 Status PythonRuntime::BindUnsharded(UnitId unit, BufferId buffer) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -76,6 +77,8 @@ class PythonRuntime final : public executor::Runtime {
   void AdoptChanges() override { changes_.Adopt(); }
   std::string ExplainDeviation(UnitId unit) override;
   std::vector<at::Tensor> PartsOf(BufferId buffer);
+  // Calls what SetActivations was given. kBadInput: it has raised.
+  Status CallActivations(std::string_view what, const auto& call);
   BufferId HostCopyOf(BufferId activation) const;
   PyRef HookAfterLastStep(PyObject* module);
 

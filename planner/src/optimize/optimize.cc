@@ -93,10 +93,7 @@ class OptimizeRun {
     // Plans with shards in host memory are outside of the class, and the search may choose one.
     if (!planned || options_.may_offload || !CheckPlanClass(planned->plan)) return outlook;
     outlook.layouts = LayoutsOf(planned->plan);
-    if (Result<StepWork> work =
-            StepWork::Make(trace_, planned->plan, Recomputes(planned->plan), Offloads(planned->plan));
-        work)
-      outlook.work = std::move(*work);
+    if (Result<StepWork> work = WorkOf(planned->plan); work) outlook.work = std::move(*work);
     return outlook;
   }
 
@@ -192,9 +189,7 @@ class OptimizeRun {
     const Result<PlannerOutput> planned =
         MakePlan(trace_, optimize::StrategyOf(job_, least.choice), cluster_, {.verify = false});
     if (planned && CheckPlanClass(planned->plan)) {
-      if (const auto work =
-              StepWork::Make(trace_, planned->plan, Recomputes(planned->plan), Offloads(planned->plan));
-          work)
+      if (const auto work = WorkOf(planned->plan); work)
         text +=
             fmt::format("; none of the class {} needs less than {}", kPlanClass, work->LeastMemory().value);
     }
@@ -287,6 +282,10 @@ class OptimizeRun {
   }
 
   // Of the units of plans that the search may choose.
+  Result<StepWork> WorkOf(const Plan& plan) const {
+    return StepWork::Make(trace_, plan, Recomputes(plan), Offloads(plan));
+  }
+
   std::vector<LayoutKind> LayoutsOf(const Plan& plan) const {
     if (options_.may_change_policy) return {LayoutKind::kPerParameter, LayoutKind::kFlat};
     return {plan.policy == "fsdp1" ? LayoutKind::kFlat : LayoutKind::kPerParameter};
@@ -299,8 +298,7 @@ class OptimizeRun {
       output_.report.notes.push_back("no bound: " + in_class.error().message);
       return;
     }
-    const bool recomputation = Recomputes(plan);
-    const Result<StepWork> work = StepWork::Make(trace_, plan, recomputation, Offloads(plan));
+    const Result<StepWork> work = WorkOf(plan);
     if (!work) {
       output_.report.notes.push_back("no bound: " + work.error().message);
       return;
@@ -309,7 +307,7 @@ class OptimizeRun {
                             .plan_digest = DigestOfJson(plan),
                             .plan_class = std::string(kPlanClass),
                             .activation_offload = Offloads(plan),
-                            .recomputation = recomputation,
+                            .recomputation = Recomputes(plan),
                             .budget_bytes = LargestBudget(),
                             .cuts = optimize::ChooseCuts(*work)};
     certificate.layouts = LayoutsOf(plan);

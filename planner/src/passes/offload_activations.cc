@@ -47,15 +47,6 @@ class UnitFinder {
   }
 
  private:
-  // The innermost unit whose hooks are around the module; -1: none.
-  UnitId UnitAround(ModuleId module) const {
-    for (ModuleId m = module; m >= 0; m = index_.parent[m]) {
-      const UnitId unit = partition_.unit_of_module[index_.canonical[m]];
-      if (unit >= 0) return unit;
-    }
-    return -1;
-  }
-
   Status Match() {
     for (std::size_t e = 0; e < rule_.modules.size(); ++e) {
       const std::string pointer = fmt::format("{}/{}", kModules, e);
@@ -66,7 +57,7 @@ class UnitFinder {
       }
       for (const std::string& name : *names) {
         const ModuleId module = index_.canonical[index_.by_fqn.at(name)];
-        const UnitId unit = UnitAround(module);
+        const UnitId unit = UnitAround(index_, partition_, module);
         if (unit < 0 || partition_.units[unit].is_root) {
           return MakeInputError(pointer,
                                 "activations are offloaded of a module that is in no unit but the root", name,
@@ -86,7 +77,7 @@ class UnitFinder {
         const ModuleId module = index_.canonical[enter->module];
         if (inside < 0 && matched_.contains(module)) {
           inside = depth;
-          stretches.push_back({.module = module, .unit = UnitAround(module), .enter = i});
+          stretches.push_back({.module = module, .unit = UnitAround(index_, partition_, module), .enter = i});
         }
         ++depth;
       } else if (std::holds_alternative<ExitEvent>(pass.events[i]) && --depth == inside) {

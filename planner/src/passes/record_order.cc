@@ -246,8 +246,9 @@ class Recorder {
       // or checkpoints `forward`): only units below it see the recomputation.
       if (recomputing_.empty()) {
         Cut(position);
-        backward_ = std::exchange(place_, {"recompute " + DisplayName(trace_.modules[enter->module].fqn),
-                                           SegmentPhase::kRecompute, UnitAround(enter->module)});
+        backward_ =
+            std::exchange(place_, {"recompute " + DisplayName(trace_.modules[enter->module].fqn),
+                                   SegmentPhase::kRecompute, UnitAround(index_, partition_, enter->module)});
       } else {
         OnRecompute(enter->module, position, HookPointKind::kRecomputePreForward);
       }
@@ -317,15 +318,6 @@ class Recorder {
   }
 
   std::string UnitName(UnitId unit) const { return DisplayName(partition_.units[unit].unit.fqn); }
-
-  // The unit of the module, or of the innermost module around it that has one.
-  UnitId UnitAround(ModuleId entry) const {
-    for (ModuleId module = entry; module >= 0; module = index_.parent[module]) {
-      const UnitId unit = partition_.unit_of_module[index_.canonical[module]];
-      if (unit >= 0) return unit;
-    }
-    return -1;
-  }
 
   ModuleRun RunOf(ModuleId module, std::int32_t occurrence) const {
     return {microbatch_, index_.canonical[module], occurrence};

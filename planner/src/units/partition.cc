@@ -331,6 +331,14 @@ std::vector<UnitId> UnitsUnder(const Trace& trace, const ModelIndex& index, cons
   return units;
 }
 
+UnitId UnitAround(const ModelIndex& index, const Partition& partition, ModuleId module) {
+  for (ModuleId m = module; m >= 0; m = index.parent[m]) {
+    const UnitId unit = partition.unit_of_module[index.canonical[m]];
+    if (unit >= 0) return unit;
+  }
+  return -1;
+}
+
 UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, ModuleId module) {
   const std::vector<UnitParameterRef>& owners = partition.owners[parameter];
   if (owners.empty()) return {};

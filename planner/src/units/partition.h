@@ -71,6 +71,9 @@ Result<UnitId> UnitOfModule(const ModelIndex& index, const Partition& partition,
 std::vector<UnitId> UnitsUnder(const Trace& trace, const ModelIndex& index, const Partition& partition,
                                const std::string& module);
 
+// The innermost unit whose hooks are around the module, or on it; -1: none.
+UnitId UnitAround(const ModelIndex& index, const Partition& partition, ModuleId module);
+
 // The owner of `parameter` as seen from `module` (a tie that spans units is broken by FSDP: each unit has its
 // own copy). Unit -1: no unit has it.
 UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, ModuleId module);
