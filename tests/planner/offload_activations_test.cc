@@ -147,7 +147,7 @@ TEST(ActivationOffloadTest, FreesDeviceMemoryAndTakesHostMemory) {
 TEST(ActivationOffloadTest, ModulesOfAUnitAlone) {
   const Plan plan = OffloadingPlan(OffloadedBlocks(), Offloading({"blocks.*.x"}));
   for (const Buffer& buffer : plan.buffers) {
-    if (!buffer.storages.empty()) EXPECT_EQ(buffer.storages.size(), 0U) << "x's only tensor is its output";
+    EXPECT_TRUE(buffer.storages.empty()) << "x's only tensor is its output";
   }
 }
 

@@ -248,7 +248,8 @@ TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
   ASSERT_TRUE(by_rows.has_value());
   EXPECT_LE(loose->report.step_ns, by_rows->report.step_ns);
   // In less than any plan by rows needs, which pools no less than the most frugal of them.
-  const std::vector<optimize::Choice> frugal = optimize::Frugal(job, fixed);
+  std::vector<optimize::Choice> frugal = optimize::Frugal(job, fixed);
+  std::erase_if(frugal, [](const optimize::Choice& choice) { return choice.in_parts; });
   ASSERT_EQ(frugal.size(), 2U);
   ASSERT_TRUE(!frugal.front().even && frugal.back().even);
   const Result<PlannerOutput> rows =
@@ -266,6 +267,72 @@ TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
   EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
   tight.fixed.insert("layout");
   EXPECT_FALSE(Optimize(trace, {}, SmallCluster(), tight).has_value());
+}
+
+// A model whose blocks are two large matrices, and a little more.
+Trace ModelOfLargeBlocks() {
+  testing::TreeModule list{.name = "layers", .class_name = "ModuleList"};
+  for (int i = 0; i < 3; ++i) {
+    list.children.push_back({.name = std::to_string(i),
+                             .class_name = "Block",
+                             .children = {{.name = "up", .parameters = {{2048, 2048}}},
+                                          {.name = "down", .parameters = {{2048, 2048}}},
+                                          {.name = "norm", .parameters = {{64}}}}});
+  }
+  return testing::TraceOf({.name = "", .children = {list}}, 1'000'000);
+}
+
+TEST(Optimize, CutsBlocksIntoUnitsWhereNothingElseFits) {
+  const Trace trace = ModelOfLargeBlocks();
+  const optimize::Job job = optimize::MakeJob(trace, {}, kRanks);
+  EXPECT_EQ(job.chain.parts, (std::vector<std::string>{"up", "down"}));
+  OptimizeOptions options = Within(kLoose);
+  options.may_change_policy = false;
+  const std::vector<optimize::Choice> frugal = optimize::Frugal(job, options);
+  ASSERT_EQ(frugal.size(), 2U);
+  ASSERT_TRUE(!frugal.front().in_parts && frugal.back().in_parts);
+  const Result<PlannerOutput> whole =
+      MakePlan(trace, optimize::StrategyOf(job, frugal.front()), SmallCluster());
+  const Result<PlannerOutput> parts =
+      MakePlan(trace, optimize::StrategyOf(job, frugal.back()), SmallCluster());
+  ASSERT_TRUE(whole.has_value() && parts.has_value());
+  options.budget = *ReservedWithoutBudget(parts->plan, {});
+  ASSERT_LT(options.budget, PoolMemory(whole->plan).pooled_bytes);
+  const Result<OptimizeOutput> found = Optimize(trace, {}, SmallCluster(), options);
+  ASSERT_TRUE(found.has_value()) << ToString(found.error());
+  EXPECT_LE(found->report.peak_reserved_bytes, options.budget);
+  EXPECT_TRUE(std::ranges::any_of(found->strategy.units, [](const UnitRule& rule) {
+    return rule.modules == std::vector<std::string>{"layers.1.up"};
+  }));
+  ASSERT_TRUE(found->certificate.has_value());
+  const Status checked = CheckCertificate(trace, found->plan, *found->certificate);
+  EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
+  options.fixed = {"units"};
+  EXPECT_FALSE(Optimize(trace, {}, SmallCluster(), options).has_value());
+}
+
+TEST(Optimize, HandlesPartsOfABlockAsItsUnit) {
+  Strategy strategy;
+  strategy.program = {{ForwardCall{0, 0}, BackwardCall{{0}, 0}, ForwardCall{1, 0}, BackwardCall{{1}, 0},
+                       OptimizerStepCall{}, ZeroGradCall{}}};
+  const optimize::Job job = optimize::MakeJob(ModelOfLargeBlocks(), strategy, kRanks);
+  const Strategy made =
+      optimize::StrategyOf(job, {.units = {1, 1, 1}, .in_parts = true, .kept = 2, .accumulated = 1});
+  std::vector<std::string> units, waiting;
+  for (const UnitRule& rule : made.units) {
+    units.push_back(rule.modules.front());
+    const bool of_first = rule.modules.front().starts_with("layers.0");
+    if (rule.modules.front().empty()) continue;
+    EXPECT_EQ(rule.reshard_after_forward, ReshardAfterForward(of_first)) << rule.modules.front();
+  }
+  EXPECT_EQ(units, (std::vector<std::string>{"layers.0.up", "layers.0.down", "layers.0", "layers.1.up",
+                                             "layers.1.down", "layers.1", "layers.2.up", "layers.2.down",
+                                             "layers.2", ""}));
+  for (const ProgramCall& call : made.program.front()) {
+    const auto* set = std::get_if<ModuleCall>(&call);
+    if (set != nullptr && set->value == false) waiting.push_back(set->module);
+  }
+  EXPECT_EQ(waiting, (std::vector<std::string>{"layers.2.up", "layers.2.down", "layers.2"}));
 }
 
 TEST(Optimize, IsTheSameOnAnyNumberOfThreads) {

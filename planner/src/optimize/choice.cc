@@ -10,8 +10,32 @@
 namespace shardplan::optimize {
 namespace {
 
+bool IsBlock(const ModelChain& chain, const std::string& fqn) {
+  const auto module = std::ranges::find(chain.modules, fqn, &ChainModule::fqn);
+  return module != chain.modules.end() && module->block;
+}
+
 std::int32_t UnitCount(const Choice& choice) {
   return static_cast<std::int32_t>(std::ranges::count_if(choice.units, [](auto size) { return size > 0; }));
+}
+
+// The parts of the blocks that a unit is of: inside of it, with the same knobs.
+void AddParts(const Job& job, const Choice& choice, const UnitRule& unit, std::vector<UnitRule>& rules) {
+  if (!choice.in_parts || choice.fsdp1) return;
+  for (const std::string& module : unit.modules) {
+    if (!IsBlock(job.chain, module)) continue;
+    for (const std::string& part : job.chain.parts) {
+      rules.push_back({.modules = {module + "." + part}});
+      rules.back().reshard_after_forward = unit.reshard_after_forward;
+    }
+  }
+}
+
+// Of a rule that RulesOf makes: it is inside of the next unit of the chain.
+bool IsPart(const Job& job, const UnitRule& rule) {
+  return std::ranges::none_of(job.chain.modules,
+                              [&](const ChainModule& m) { return m.fqn == rule.modules.front(); }) &&
+         !rule.modules.front().empty();
 }
 
 std::vector<UnitRule> RulesOf(const Job& job, const Choice& choice) {
@@ -32,6 +56,7 @@ std::vector<UnitRule> RulesOf(const Job& job, const Choice& choice) {
                                               : ReshardAfterForward(true);
       }
       --left;
+      AddParts(job, choice, rule, rules);
       rules.push_back(std::move(rule));
     }
     at = end;
@@ -67,24 +92,26 @@ void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, Ste
 }
 
 // Of the last `count` units that are wrapped.
-void SetOfLast(const Strategy& strategy, const Choice& choice, std::int32_t count, const std::string& method,
-               bool value, StepProgram& step) {
+void SetOfLast(const Job& job, const Strategy& strategy, const Choice& choice, std::int32_t count,
+               const std::string& method, bool value, StepProgram& step) {
   std::int32_t left = UnitCount(choice);
   for (const UnitRule& rule : strategy.units) {
     if (left <= 0) return;
-    if (left-- <= count) step.push_back(Set(method, value, rule.modules.front(), false));
+    if (left <= count) step.push_back(Set(method, value, rule.modules.front(), false));
+    if (!choice.in_parts || !IsPart(job, rule)) --left;
   }
 }
 
 // The last units wait for the last micro-batch, whatever the others do.
-void SetReductions(const Strategy& strategy, const Choice& choice, bool last, StepProgram& step) {
+void SetReductions(const Job& job, const Strategy& strategy, const Choice& choice, bool last,
+                   StepProgram& step) {
   if (ReducesOnce(choice)) step.push_back(Set("set_requires_gradient_sync", last));
-  SetOfLast(strategy, choice, choice.accumulated, "set_requires_gradient_sync", last, step);
+  SetOfLast(job, strategy, choice, choice.accumulated, "set_requires_gradient_sync", last, step);
   if (!LeavesRest(choice)) return;
   if (choice.rested == kAllUnits) {
     step.push_back(Set("set_requires_all_reduce", last));
   } else {
-    SetOfLast(strategy, choice, choice.rested, "set_requires_all_reduce", last, step);
+    SetOfLast(job, strategy, choice, choice.rested, "set_requires_all_reduce", last, step);
   }
 }
 
@@ -94,7 +121,7 @@ void WriteLoop(const Job& job, const Choice& choice, Strategy& strategy) {
   for (std::int32_t m = 0; m < job.microbatches; ++m) {
     const bool last = m + 1 == job.microbatches;
     const bool changes = m == 0 || last;
-    if (changes) SetReductions(strategy, choice, last, step);
+    if (changes) SetReductions(job, strategy, choice, last, step);
     if (KeepsOver(choice) && changes) KeepUnits(strategy, choice, last, step);
     step.push_back(ForwardCall{m, 0});
     step.push_back(BackwardCall{{m}, 0});
@@ -177,7 +204,10 @@ std::string UnitsText(const Job& job, const Choice& choice) {
     sizes.push_back(same - i > 1 ? fmt::format("{} x {}", same - i, one) : one);
     i = same;
   }
-  return fmt::format("modules of the chain in a unit: {}", fmt::join(sizes, ", "));
+  std::string text = fmt::format("modules of the chain in a unit: {}", fmt::join(sizes, ", "));
+  if (Effective(job, choice).in_parts)
+    text += fmt::format("; of each block, in units of their own: {}", fmt::join(job.chain.parts, ", "));
+  return text;
 }
 
 std::string ReshardText(const Job& job, const Choice& choice) {
@@ -394,6 +424,7 @@ void LeaveOutWhatFsdp2Lacks(const Job& job, Choice& choice) {
 
 Choice Effective(const Job& job, Choice choice) {
   const Choice none;
+  choice.in_parts = choice.in_parts && !choice.fsdp1 && !job.keeps_units && !job.chain.parts.empty();
   if (choice.fsdp1) {
     choice.kept = none.kept;
     choice.part = none.part;
@@ -456,7 +487,10 @@ std::string DecisionText(const Job& job, const Choice& choice, const std::string
 
 Choice WithDecision(Choice choice, const std::string& decision, const Choice& other) {
   if (decision == "policy") choice.fsdp1 = other.fsdp1;
-  if (decision == "units") choice.units = other.units;
+  if (decision == "units") {
+    choice.units = other.units;
+    choice.in_parts = other.in_parts;
+  }
   if (decision == "reshard") {
     choice.kept = other.kept;
     choice.part = other.part;

@@ -26,8 +26,9 @@ struct Choice {
   // How many neighbours of the chain are in each unit, from its begin; what is behind is the root's.
   // A negative number: so many are the root's.
   std::vector<std::int32_t> units;
-  std::int32_t kept = 0;            // units from the end that are not freed after the forward
-  std::int64_t part = 0;            // of the others these are kept on so many ranks; 0: freed
+  bool in_parts = false;  // ModelChain::parts of each block are units of their own, handled as its unit is
+  std::int32_t kept = 0;  // units from the end that are not freed after the forward
+  std::int64_t part = 0;  // of the others these are kept on so many ranks; 0: freed
   std::int32_t parted = kAllUnits;  // so many of the others, from the end; what is left is freed
   bool root_freed = false;          // the root's own parameters are, too
   bool even = false;                // parameters of few rows are cut along Job::even_dims

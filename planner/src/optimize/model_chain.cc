@@ -41,6 +41,36 @@ std::vector<std::string> ChildrenOf(const Trace& trace, const std::string& fqn) 
   return children;
 }
 
+std::int64_t OwnNumel(const Trace& trace, const Module& module) {
+  std::int64_t numel = 0;
+  for (const NamedParameter& named : module.parameters) {
+    std::int64_t product = 1;
+    for (const std::int64_t size : trace.parameters[named.parameter].shape) product *= size;
+    numel += product;
+  }
+  return numel;
+}
+
+// Of one block.
+std::vector<std::string> PartsOf(const Trace& trace, const std::string& fqn,
+                                 const std::map<std::string, std::size_t>& entered) {
+  constexpr std::int64_t kMost = 8;  // of them
+  std::int64_t all = 0;
+  std::vector<std::pair<std::string, std::int64_t>> below;
+  for (const Module& module : trace.modules) {
+    if (module.fqn != fqn && !module.fqn.starts_with(fqn + ".")) continue;
+    const std::int64_t numel = OwnNumel(trace, module);
+    all += numel;
+    if (module.fqn != fqn && module.same_module_as.empty() && entered.contains(module.fqn))
+      below.emplace_back(module.fqn.substr(fqn.size() + 1), numel);
+  }
+  std::vector<std::string> parts;
+  for (const auto& [name, numel] : below) {
+    if (numel > 0 && numel >= (all + kMost - 1) / kMost) parts.push_back(name);
+  }
+  return parts;
+}
+
 void AddOperators(const Trace& trace, ModelChain& chain) {
   std::set<std::string> blocks, products, attentions;
   for (const ChainModule& module : chain.modules) {
@@ -88,8 +118,13 @@ ModelChain MakeModelChain(const Trace& trace) {
     if (!module.block) continue;
     std::vector<std::string> children = ChildrenOf(trace, module.fqn);
     std::erase_if(children, [&](const std::string& c) { return !entered.contains(module.fqn + "." + c); });
-    if (first) chain.children = children;
+    const std::vector<std::string> parts = PartsOf(trace, module.fqn, entered);
+    if (first) {
+      chain.children = children;
+      chain.parts = parts;
+    }
     std::erase_if(chain.children, [&](const std::string& c) { return std::ranges::count(children, c) == 0; });
+    std::erase_if(chain.parts, [&](const std::string& p) { return std::ranges::count(parts, p) == 0; });
     first = false;
   }
   AddOperators(trace, chain);

@@ -20,6 +20,9 @@ struct ChainModule {
 struct ModelChain {
   std::vector<ChainModule> modules;   // every parameter is under one of them, or the root's own
   std::vector<std::string> children;  // names that every block has, of modules that can be recomputed
+  // Of every block, modules below it with an eighth of its parameters and more: they may be units of their
+  // own.
+  std::vector<std::string> parts;
   // Operators with matrix work that the blocks run, by what they are called.
   std::vector<std::string> products, attentions;
   std::map<std::string, std::set<std::string>> operators_of;  // those of each of `children`

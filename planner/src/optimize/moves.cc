@@ -138,6 +138,9 @@ void AddUnitMoves(const Job& job, const Choice& from, std::vector<Choice>& moves
     moves.push_back(from);
     moves.back().units = std::move(units);
   }
+  if (from.fsdp1 || job.chain.parts.empty()) return;
+  moves.push_back(from);
+  moves.back().in_parts = !from.in_parts;
 }
 
 void AddReshardMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
@@ -454,6 +457,8 @@ std::vector<Choice> OtherRoom(const Job& job, const Choice& from) {
     others.push_back(from);
     others.back().part = from.part > 1 ? 0 : NodePart(job);
   }
+  others.push_back(from);
+  others.back().in_parts = !from.in_parts;
   for (Choice& other : others) other = Effective(job, std::move(other));
   std::erase(others, Effective(job, from));
   return others;
@@ -519,6 +524,10 @@ std::vector<Choice> Frugal(const Job& job, const OptimizeOptions& options) {
     if (options.may_checkpoint && !job.keeps_checkpoint) choice.recomputed = job.chain.blocks;
     choice.offload = options.may_offload && !fsdp1;
     frugal.push_back(choice);
+    if (!job.chain.parts.empty() && !job.keeps_units && !fsdp1) {
+      frugal.push_back(choice);
+      frugal.back().in_parts = true;
+    }
     if (options.may_offload_activations && !job.keeps_activations) {
       frugal.push_back(choice);
       frugal.back().recomputed = 0;

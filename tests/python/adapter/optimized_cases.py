@@ -37,6 +37,7 @@ class Job:
     offload: dict | None = None  # of activations, as it is given
     levels: int = 0  # gradients are reduced over so many ranks in each micro-batch, and over the others in the last
     waits: str = ""  # ... of this module's unit only; the others' gradients are reduced in each
+    parts: tuple[str, ...] = ()  # of blocks: units of their own
     # Gradients of micro-batches are summed before the ranks' sum and not behind it: other roundings.
     tolerance: float = 0.0
 
@@ -54,6 +55,7 @@ class Job:
     def given(self) -> dict:
         """What binds the search, by the names of --fix, is in it."""
         strategy = self.usual()
+        strategy["units"] = [*({"modules": [part]} for part in self.parts), *strategy["units"]]
         if self.checkpoint:
             strategy["checkpoint"] = self.checkpoint
         if self.offload:
@@ -67,7 +69,7 @@ class Job:
         return strategy
 
     def fixed(self) -> list[str]:
-        return [*(["checkpoint"] if self.checkpoint else []), *(["reduction", "accumulation"] if self.levels else []), *(["units"] if self.waits else [])]
+        return [*(["checkpoint"] if self.checkpoint else []), *(["reduction", "accumulation"] if self.levels else []), *(["units"] if self.waits or self.parts else [])]
 
     def case(self, strategy: dict) -> Case:
         ranks = 1
@@ -82,6 +84,7 @@ JOBS = [
     # The user wraps nothing: sp.apply does.
     Job("gpt_recomputes", "gpt", flags=("--allow", "checkpoint")),
     Job("gpt_recomputes_blocks", "gpt", checkpoint={"modules": ["blocks.*"]}),
+    Job("gpt_recomputes_blocks_in_parts", "gpt", checkpoint={"modules": ["blocks.*"]}, parts=("blocks.*.attention.qkv", "blocks.*.up", "blocks.*.down")),
     Job("gpt_keeps_products", "gpt", checkpoint={"modules": ["blocks.0", "blocks.1.attention", "blocks.2.attention"], "save": [{"name": "aten.addmm", "recompute_every": 2}]}),
     Job("gpt_offloads_activations", "gpt", offload={"modules": ["blocks.0", "blocks.2"], "min_bytes": 0}),
     Job("mlp_accumulates", "mlp", microbatches=3, tolerance=1e-4),
