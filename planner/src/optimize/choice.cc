@@ -10,9 +10,10 @@
 namespace shardplan::optimize {
 namespace {
 
-bool IsBlock(const ModelChain& chain, const std::string& fqn) {
+// Null: it is none of the chain's.
+const ChainModule* FindModule(const ModelChain& chain, const std::string& fqn) {
   const auto module = std::ranges::find(chain.modules, fqn, &ChainModule::fqn);
-  return module != chain.modules.end() && module->block;
+  return module == chain.modules.end() ? nullptr : &*module;
 }
 
 std::int32_t UnitCount(const Choice& choice) {
@@ -23,19 +24,12 @@ std::int32_t UnitCount(const Choice& choice) {
 void AddParts(const Job& job, const Choice& choice, const UnitRule& unit, std::vector<UnitRule>& rules) {
   if (!choice.in_parts || choice.fsdp1) return;
   for (const std::string& module : unit.modules) {
-    if (!IsBlock(job.chain, module)) continue;
+    if (!FindModule(job.chain, module)->block) continue;
     for (const std::string& part : job.chain.parts) {
       rules.push_back({.modules = {module + "." + part}});
       rules.back().reshard_after_forward = unit.reshard_after_forward;
     }
   }
-}
-
-// Of a rule that RulesOf makes: it is inside of the next unit of the chain.
-bool IsPart(const Job& job, const UnitRule& rule) {
-  return std::ranges::none_of(job.chain.modules,
-                              [&](const ChainModule& m) { return m.fqn == rule.modules.front(); }) &&
-         !rule.modules.front().empty();
 }
 
 std::vector<UnitRule> RulesOf(const Job& job, const Choice& choice) {
@@ -91,14 +85,14 @@ void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, Ste
   }
 }
 
-// Of the last `count` units that are wrapped.
+// Of the last `count` units that are wrapped. Parts stand before the unit that they are in.
 void SetOfLast(const Job& job, const Strategy& strategy, const Choice& choice, std::int32_t count,
                const std::string& method, bool value, StepProgram& step) {
   std::int32_t left = UnitCount(choice);
   for (const UnitRule& rule : strategy.units) {
     if (left <= 0) return;
     if (left <= count) step.push_back(Set(method, value, rule.modules.front(), false));
-    if (!choice.in_parts || !IsPart(job, rule)) --left;
+    if (!choice.in_parts || FindModule(job.chain, rule.modules.front()) != nullptr) --left;
   }
 }
 
@@ -340,6 +334,10 @@ bool KeepsOver(const Choice& choice) {
           choice.accumulation == Accumulation::kRestLastKept);
 }
 
+bool MayBeInParts(const Job& job, const Choice& choice) {
+  return !choice.fsdp1 && !job.keeps_units && !job.chain.parts.empty();
+}
+
 bool HasRest(const Job& job, const Choice& choice) {
   const std::int64_t inner = job.keeps_reduction ? job.strategy.fsdp2.inner_reduce_ranks : choice.inner;
   return job.replicas > 1 || inner > 1;
@@ -424,7 +422,7 @@ void LeaveOutWhatFsdp2Lacks(const Job& job, Choice& choice) {
 
 Choice Effective(const Job& job, Choice choice) {
   const Choice none;
-  choice.in_parts = choice.in_parts && !choice.fsdp1 && !job.keeps_units && !job.chain.parts.empty();
+  choice.in_parts = choice.in_parts && MayBeInParts(job, choice);
   if (choice.fsdp1) {
     choice.kept = none.kept;
     choice.part = none.part;

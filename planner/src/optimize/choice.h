@@ -77,6 +77,8 @@ struct Job {
 bool DecidesAccumulation(const Job& job);
 // Whether what is kept after the forward is kept over micro-batches.
 bool KeepsOver(const Choice& choice);
+// Whether the parts of blocks may be units of their own.
+bool MayBeInParts(const Job& job, const Choice& choice);
 // Whether reductions have a level that may wait for the last micro-batch: the outer one, or the replicas'.
 bool HasRest(const Job& job, const Choice& choice);
 Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks);

@@ -138,7 +138,7 @@ void AddUnitMoves(const Job& job, const Choice& from, std::vector<Choice>& moves
     moves.push_back(from);
     moves.back().units = std::move(units);
   }
-  if (from.fsdp1 || job.chain.parts.empty()) return;
+  if (!MayBeInParts(job, from)) return;
   moves.push_back(from);
   moves.back().in_parts = !from.in_parts;
 }
@@ -524,7 +524,7 @@ std::vector<Choice> Frugal(const Job& job, const OptimizeOptions& options) {
     if (options.may_checkpoint && !job.keeps_checkpoint) choice.recomputed = job.chain.blocks;
     choice.offload = options.may_offload && !fsdp1;
     frugal.push_back(choice);
-    if (!job.chain.parts.empty() && !job.keeps_units && !fsdp1) {
+    if (MayBeInParts(job, choice)) {
       frugal.push_back(choice);
       frugal.back().in_parts = true;
     }

@@ -281,11 +281,11 @@ class OptimizeRun {
     return cluster_.device.memory_bytes - cluster_.device.context_bytes - nccl;
   }
 
-  // Of the units of plans that the search may choose.
   Result<StepWork> WorkOf(const Plan& plan) const {
     return StepWork::Make(trace_, plan, Recomputes(plan), Offloads(plan));
   }
 
+  // Of the units of plans that the search may choose.
   std::vector<LayoutKind> LayoutsOf(const Plan& plan) const {
     if (options_.may_change_policy) return {LayoutKind::kPerParameter, LayoutKind::kFlat};
     return {plan.policy == "fsdp1" ? LayoutKind::kFlat : LayoutKind::kPerParameter};
