@@ -58,6 +58,8 @@ class OnDemand {
   void ReducePartial();
   // Units of which any rank has gradients that are not reduced. Collective.
   std::vector<UnitId> UnitsWithGradients() const;
+  // The backward is over: from the next one on all units may be reduced again.
+  void EndBackward();
   // Drops all gradients that are not reduced.
   void DropGradients();
 
@@ -80,6 +82,7 @@ class OnDemand {
   bool HasFreshGradient(UnitId unit, std::int32_t parameter) const;
   bool IsKept(UnitId unit, std::int32_t parameter) const;
   bool HasKept(UnitId unit) const;
+  bool ReducesZeros(UnitId unit) const;
   void FillKept(UnitId unit);
   std::vector<std::int32_t> Fresh(UnitId unit) const;
   std::vector<bool> KeptOr(const std::vector<std::int32_t>& fresh, UnitId unit) const;
@@ -105,6 +108,10 @@ class OnDemand {
   std::vector<bool> offloads_;               // by unit: its shard is in host memory
   bool copies_shards_ = false;               // Unshard has copied one since AwaitShards
   std::vector<std::vector<bool>> keeps_;     // by unit and parameter: Keep had a gradient; empty: see IsKept
+  // By unit: a parameter without a gradient is reduced with zeros, once the unit has been gathered
+  // (set_reduce_scatter_unused_params).
+  std::vector<bool> reduces_unused_;
+  std::vector<bool> reduced_;  // by unit: in the backward under way
   UnderWay under_way_;
 };
 
