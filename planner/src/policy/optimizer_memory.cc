@@ -51,7 +51,7 @@ Status OptimizerMemory::CheckGradDTypes() const {
           optimizer_.kind == OptimizerKind::kAdamW  ? "adamw"
           : optimizer_.kind == OptimizerKind::kAdam ? "adam"
                                                     : "a fused kernel",
-          "sgd or adafactor, not fused");
+          "sgd or adafactor, not fused; or none");
     }
   }
   return {};

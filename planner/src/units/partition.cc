@@ -50,6 +50,13 @@ std::vector<std::optional<DType>> MadeGradDTypes(const Trace& trace) {
   return made;
 }
 
+bool HasOperators(const Trace& trace) {
+  return std::ranges::any_of(trace.forwards, [](const Pass& pass) {
+    return std::ranges::any_of(
+        pass.events, [](const TraceEvent& event) { return std::holds_alternative<OperatorEvent>(event); });
+  });
+}
+
 // One unit to make: the modules of one fully_shard call (one module for FSDP1).
 struct Call {
   std::vector<ModuleId> modules;
@@ -64,7 +71,8 @@ class Partitioner {
         index_(index),
         strategy_(strategy),
         maker_(maker),
-        made_grad_dtypes_(MadeGradDTypes(trace)) {}
+        made_grad_dtypes_(MadeGradDTypes(trace)),
+        operators_are_known_(HasOperators(trace)) {}
 
   Result<Partition> Run(std::int64_t cluster_ranks) {
     if (Status s = maker_.Begin(cluster_ranks, result_); !s) return std::unexpected(s.error());
@@ -227,6 +235,7 @@ class Partitioner {
     const UnitId id = static_cast<UnitId>(result_.units.size());
     for (const NamedParameter& named : group.parameters) AddParameter(named, id, choice);
     choice.unit.orig_dtype = trace_.compute_dtype;
+    choice.operators_are_known = operators_are_known_;
     choice.shard_size = result_.shard_size;
     choice.replicate_size = result_.replicate_size;
     const UnitRule* rule = group.rule ? &*group.rule : nullptr;
@@ -311,6 +320,7 @@ class Partitioner {
   const Strategy& strategy_;
   UnitMaker& maker_;
   const std::vector<std::optional<DType>> made_grad_dtypes_;
+  const bool operators_are_known_;
   std::vector<UnitRule> rules_;
   std::vector<Call> calls_;
   std::set<ParameterId> ignored_;

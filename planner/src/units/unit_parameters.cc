@@ -96,7 +96,7 @@ class ParameterKnobs {
   // Before grad_dtypes_are_kept the sharded parameter has none of its own. Without a reduce dtype gradients
   // wait in their own grad_dtype, and are reduced in what these promote to. One whose grad_dtype is None stays
   // as autograd makes it until then, and as it was reduced after.
-  void SetGradDTypes(const PyTorchRules& rules) const {
+  Status SetGradDTypes(const PyTorchRules& rules) const {
     const MixedPrecision& mixed = choice_.mixed_precision;
     for (UnitParameter& parameter : unit_.parameters) {
       if (!parameter.requires_grad || !rules.grad_dtypes_are_kept) parameter.grad_dtype.reset();
@@ -111,6 +111,12 @@ class ParameterKnobs {
     std::optional<DType> promoted;
     for (std::size_t p = 0; p < unit_.parameters.size(); ++p) {
       if (!unit_.parameters[p].requires_grad) continue;
+      if (is_any(p) && !mixed.reduce_dtype && !choice_.operators_are_known) {
+        return Bad(
+            "the grad_dtype of a parameter is None: its gradients stay as autograd makes them, which the order of "
+            "modules does not say",
+            unit_.parameters[p].fqn, "a reduce_dtype, a grad_dtype, or a trace with operators (shardplan trace)");
+      }
       const DType waits = is_any(p) ? made(p) : ShardedGradDType(unit_.parameters[p]);
       promoted = promoted ? PromoteTypes(*promoted, waits) : waits;
     }
@@ -127,6 +133,7 @@ class ParameterKnobs {
       if (any && unit_.reduce_dtype != parameter.dtype) parameter.grad_dtype = unit_.reduce_dtype;
       SetMadeGradDType(rules, made(p), any && !mixed.reduce_dtype, parameter);
     }
+    return {};
   }
 
   // `made`: by autograd, unconverted. See [Note: dtypes of a gradient].
@@ -161,8 +168,7 @@ class ParameterKnobs {
       const DType dtype = AskedParamDType(mixed, parameter, rules);
       if (dtype != unit_.param_dtype) parameter.param_dtype = dtype;
     }
-    SetGradDTypes(rules);
-    return {};
+    return SetGradDTypes(rules);
   }
 
   static ExtensionBuffer Resolve(const ExtensionTensor& tensor, std::int64_t numel) {

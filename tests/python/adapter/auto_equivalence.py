@@ -17,10 +17,11 @@ from equivalence_settings import CASES as SETTINGS
 # What `auto` refuses, and says how it is planned instead.
 REFUSED = {
     "flattened_but_for_one_unit": "units on several meshes",
+    **{f"grad_dtypes_{name}": "a grad_dtype of None, without operators" for name in ("any", "any_accumulate", "any_of_all", "any_of_all_accumulate")},
 }
 
 
-# Points do not say enough to plan these: which module of a group ran twice, which forward's gradient came, what a recomputation around units entered.
+# Points do not say enough to plan these: which module of a group ran twice, which forward's gradient came.
 # Every step of them is on demand; numbers are FSDP2's all the same.
 ON_DEMAND = {
     "grouped_head_in_chunks",
@@ -33,7 +34,6 @@ ON_DEMAND = {
     "group_kept",
     "group_checkpointed_in_a_row",
     "two_forwards_one_backward",
-    "checkpoint_outside",
     "t5_accumulation",
 }
 

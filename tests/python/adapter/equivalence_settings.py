@@ -31,6 +31,8 @@ def case(name: str, model: str = "mlp", units=None, ranks: int = 2, arguments: d
     own = {key: fields.pop(key) for key in ("groups", "checkpoint", "optimizer", "clip", "steps", "tolerance") if key in fields}
     if model == "mlp":
         own.setdefault("steps", FEW_STEPS)
+    if own.get("optimizer") == "sgd":
+        fields["optimizer"] = {"kind": "sgd", "momentum": True}
     if "strategy_checkpoint" in fields:
         fields["checkpoint"] = fields.pop("strategy_checkpoint")
     units = [{"modules": [BLOCKS[model]]}, {"modules": [""]}] if units is None else units

@@ -48,6 +48,8 @@ class OnDemand {
 
   // Has this rank gradients of the unit that are not reduced?
   bool HasGradients(UnitId unit) const;
+  // Does a gradient of the parameter wait for a later backward, in memory of the plan?
+  bool IsKept(UnitId unit, std::int32_t parameter) const;
   // Reduces the unit's gradients, those of this backward and those that were kept, and hands them to the
   // sharded parameters: those that any rank has. Collective. Returns the parameters whose gradients this rank
   // made since they were kept last.
@@ -80,7 +82,6 @@ class OnDemand {
   void Call(ProcedureKind kind, UnitId unit);
   void CheckKept() const;
   bool HasFreshGradient(UnitId unit, std::int32_t parameter) const;
-  bool IsKept(UnitId unit, std::int32_t parameter) const;
   bool HasKept(UnitId unit) const;
   bool ReducesZeros(UnitId unit) const;
   void FillKept(UnitId unit);
