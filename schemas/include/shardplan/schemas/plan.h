@@ -375,6 +375,7 @@ enum class PyTorchFault : std::uint8_t {
   kFsdp2GroupNotUnsharded,
   kFsdp2GradientsGrow,
   kFsdp2PartialSumLeft,
+  kFsdp2Outdated,
 };
 
 // A violation that the verifier finds in the plan because PyTorch has it.
