@@ -60,7 +60,8 @@ SUITE = {
     "accumulate_without_communication_bf16", "accumulate_with_communication", "accumulate_one_unit_only", "accumulate_keep_unsharded", "reshard_to_two_bf16",
     "output_fp32", "grouped_head_bf16", "group_incomplete_accumulates", "group_kept", "nested", "frozen_units", "tied_gpt", "forward_method",
     "used_twice", "unused_unit", "divide_with_sum", "both_prefetch", "prefetch_lists", "cpu_offload_bf16", "ignored", "clip", "two_forwards",
-    "forward_without_gradients_between", "checkpoint_unit", "user_unshard_async", "user_reshard", "no_unshard_in_backward", "llama_bf16", "t5_accumulation",
+    "rms_norms_in_float32_accumulate", "scaled_norms", "grad_dtypes_of_norms", "grad_dtypes_of_three_kinds_accumulate", "head_in_checkpointed_chunks_accumulate",
+    "checkpoint_outside", "forward_without_gradients_between", "checkpoint_unit", "user_unshard_async", "user_reshard", "no_unshard_in_backward", "llama_bf16", "t5_accumulation",
 }  # fmt: skip
 CASES = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else [case for case in ALL if case.name in SUITE]
 

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of FSDP2 2.15 about what gradients are in and when they are reduced: norms and other parameters in low precision, Tensor.grad_dtype,
+backwards that the user finalizes, units that a checkpointed function calls several times, meshes that replicate alone."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardplan.conformance import Case, Forward
+
+TOKENS = torch.zeros(2, 4, dtype=torch.long)
+UNITS = [{"modules": ["blocks.*"]}, {"modules": [""]}]
+END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]
+
+
+class Scaled(nn.Module):
+    """Its weight multiplies float32: autograd makes a float32 gradient of it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class Block(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.up, self.down = norm(8), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x).to(x.dtype))))
+
+
+class Tokens(nn.Module):
+    """frozen: so many blocks, and the embedding. in_chunks: a checkpointed function runs the head, once for each chunk."""
+
+    def __init__(self, norm=nn.LayerNorm, dtype=None, grad_dtypes=None, frozen=0, in_chunks=False):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(16, 8), nn.ModuleList(Block(norm) for _ in range(3))
+        self.norm, self.head, self.in_chunks = norm(8), nn.Linear(8, 16), in_chunks
+        for module in [self.embed, *self.blocks[:frozen]][: 1 + frozen if frozen else 0]:
+            module.requires_grad_(False)
+        if dtype:
+            self.to(dtype)
+        for part, grad_dtype in (grad_dtypes or {}).items():
+            for name, parameter in self.named_parameters():
+                if part in name:
+                    parameter.grad_dtype = grad_dtype
+
+    def of_chunk(self, x):
+        return self.head(x).square().mean()
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x).to(x.dtype)
+        if self.in_chunks:
+            return sum(checkpoint(self.of_chunk, chunk, use_reentrant=False) for chunk in x.chunk(2, dim=1))
+        return self.head(x)
+
+
+def _total(output):
+    return output.float().sum()
+
+
+def _sync(value: bool) -> dict:
+    return {"call": "module", "method": "set_requires_gradient_sync", "module": "", "value": value}
+
+
+def _micro(number: int) -> list[dict]:
+    return [{"call": "forward", "microbatch": number}, {"call": "backward", "microbatches": [number]}]
+
+
+ACCUMULATES = {"program": [[_sync(False), *_micro(0), _sync(True), *_micro(1), *END]]}
+FINALIZE = {"call": "module", "method": "finalize_backward", "module": ""}
+
+
+def _case(name: str, model=None, ranks: int = 2, **strategy) -> Case:
+    given = {"policy": "fsdp2", "units": UNITS, "optimizer": {"kind": "sgd"}, **strategy}
+    return Case(lambda: Tokens(**(model or {})), [Forward((TOKENS,))], given, ranks, loss=_total, name=name)
+
+
+def _norms() -> list[Case]:
+    """Norms, biases and embeddings by reduce dtype, in the low precision and kept in their own."""
+    found = []
+    for norm in (nn.LayerNorm, nn.RMSNorm, Scaled):
+        for reduce in (None, "float32", "bfloat16"):
+            for keeps in (False, True):
+                mixed = {"param_dtype": "bfloat16", **({"reduce_dtype": reduce} if reduce else {})}
+                if keeps:
+                    mixed["keep_param_dtype"] = ["blocks.*.norm.*", "norm.*"]
+                name = f"{norm.__name__.lower()}_reduced_in_{reduce or 'none'}{'_kept' if keeps else ''}"
+                found.append(_case(name, {"norm": norm}, mixed_precision=mixed, **ACCUMULATES))
+    return found
+
+
+def _grad_dtypes() -> list[Case]:
+    dtypes = {"norms": {"norm": torch.float32}, "all": {"": torch.float32}, "any": {"norm": None}, "three": {"norm": torch.float32, "up": torch.float16}}
+    found = []
+    for name, grad_dtypes in dtypes.items():
+        model = {"norm": Scaled, "dtype": torch.bfloat16, "grad_dtypes": grad_dtypes}
+        found.append(_case(f"grad_dtypes_{name}", model, **ACCUMULATES))
+        found.append(_case(f"grad_dtypes_{name}_reduced_in_float32", model, mixed_precision={"reduce_dtype": "float32"}))
+    hybrid = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
+    return [*found, _case("grad_dtypes_replicas", {"norm": Scaled, "dtype": torch.bfloat16, "grad_dtypes": dtypes["norms"]}, ranks=4, mesh=hybrid)]
+
+
+def _finalized_by_hand() -> list[Case]:
+    manual = {"setup": [{"method": "set_manual_backward_finalization", "module": "", "value": True}]}
+    programs = {
+        "sync_in_last": [_sync(False), *_micro(0), _sync(True), *_micro(1), FINALIZE, *END],
+        "sync_at_the_end": [_sync(False), *_micro(0), *_micro(1), _sync(True), FINALIZE, *END],
+        "twice": [_sync(False), *_micro(0), FINALIZE, _sync(True), *_micro(1), FINALIZE, *END],
+    }
+    return [
+        _case(f"by_hand_{name}_frozen_{frozen}", {"frozen": frozen}, program=[program], **manual)
+        for name, program in programs.items()
+        for frozen in (0, 1, 2)
+    ]
+
+
+def _in_chunks() -> list[Case]:
+    units = [{"modules": ["blocks.*"]}, {"modules": ["head"]}, {"modules": [""]}]
+    low = {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+    return [
+        _case(f"checkpointed_chunks{name}", {"in_chunks": True}, units=units, **fields)
+        for name, fields in {"": {}, "_low": low, "_kept": {"reshard_after_forward": False}, "_accumulate": ACCUMULATES}.items()
+    ]
+
+
+def _replicated() -> list[Case]:
+    mesh = [{"name": "outer", "size": 2}, {"name": "inner", "size": 2}, {"name": "one", "size": 1}]
+    over = {"parameters": ["blocks.*.norm.*"], "data_parallel": {"shard": ["one"], "replicate": ["outer", "inner"]}}
+    units = [{"modules": ["blocks.*"], "parameter_meshes": [over]}, {"modules": [""]}]
+    return [
+        _case(f"norms_replicated{name}", ranks=4, mesh=mesh, data_parallel={"shard": ["outer", "inner"]}, units=units, **fields)
+        for name, fields in {"": {}, "_kept": {"reshard_after_forward": False}, "_accumulate": ACCUMULATES}.items()
+    ]
+
+
+def cases() -> list[Case]:
+    """Of PyTorch 2.15."""
+    return [*_norms(), *_grad_dtypes(), *_finalized_by_hand(), *_in_chunks(), *_replicated()]
