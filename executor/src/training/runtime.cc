@@ -46,7 +46,11 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank, std::uniqu
                  GradientPresence(*plan_, std::move(groups)), lock_, options_.gives_up),
       fallback_(
           *plan_, order_, units_, buffer_parameters_, on_demand_,
-          [this](UnitId unit) { return Reduces(unit); }, lock_),
+          [this](UnitId unit) { return Reduces(unit); },
+          [this](const std::string& text) {
+            return options_.ways ? options_.ways->InWords(Tell(text)) : text;
+          },
+          lock_),
       handover_(*plan_, rank_, *device_, units_, buffer_parameters_, lock_),
       ranges_(*plan_),
       groups_(*plan_),
@@ -175,7 +179,9 @@ void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
     Fire(TriggerKey(replayer_->Expected()));
   }
   if (Deviates(kind, unit)) [[unlikely]] {
-    Deviate(FoundText(kind, unit));
+    const bool same = replayer_->Expected().kind == kind && replayer_->Expected().unit == unit;
+    const bool only_missing = same && fallback_.ExtraGradient(Position()).empty();
+    if (!Deviate(FoundText(kind, unit), {}, only_missing)) return FireWithZeros();
     return fallback_.Pass(kind, unit, full_precision);
   }
   Fire({kind, unit, replayer_->Expected().microbatch});
@@ -186,15 +192,19 @@ bool Runtime::Deviates(TriggerKind kind, UnitId unit) const {
   return !fallback_.IsAsPlanned(Position(), kind, unit);
 }
 
-// A point that is the plan's next one, but without a gradient, is described by that.
+// A point that is the plan's next one, but without a gradient or with one more, is described by that.
 std::string Runtime::FoundText(TriggerKind kind, UnitId unit) const {
   const std::string text = TriggerText(*plan_, {kind, unit, replayer_->Expected().microbatch});
+  if (replayer_->Expected().kind != kind || replayer_->Expected().unit != unit) return text;
   const std::string missing = fallback_.MissingGradient(Position());
-  const bool same = replayer_->Expected().kind == kind && replayer_->Expected().unit == unit;
-  return same && !missing.empty()
-             ? fmt::format("{}, where {} got no gradient in this backward, but the plan reduces it", text,
-                           missing)
-             : text;
+  const std::string extra = missing.empty() ? fallback_.ExtraGradient(Position()) : "";
+  if (!missing.empty()) {
+    return fmt::format("{}, where {} got no gradient in this backward, but the plan reduces it", text,
+                       missing);
+  }
+  return extra.empty()
+             ? text
+             : fmt::format("{}, where {} got a gradient that the plan does not reduce", text, extra);
 }
 
 // A point that the plan has next, and why the model does not pass it, where that is known.
@@ -205,17 +215,56 @@ std::string Runtime::Explained(const std::string& expected, UnitId unit) {
   return reason.empty() ? expected : fmt::format("{}: {}", expected, reason);
 }
 
-void Runtime::Deviate(const std::string& found, const std::string& instead_of) {
+bool Runtime::Deviate(const std::string& found, const std::string& instead_of, bool only_missing) {
   const TriggerKey& next = replayer_->Expected();
   const std::string expected =
       instead_of.empty() ? Explained(TriggerText(*plan_, next), next.unit) : instead_of;
+  const std::string text = fmt::format("found {}, expected {} ({})", found, expected, Where());
+  if (options_.ways) {
+    const ReleaseLock unlocked(lock_);
+    options_.ways->Leave(collectives_->Issued(), text, fallback_.enabled());
+  }
   if (!fallback_.enabled()) {
-    throw TrainingError(
-        ErrorCode::kNegative,
-        fmt::format("the model deviates from the plan: found {}, expected {} ({}). {}; {} gives the step up",
-                    found, expected, Where(), options_.after_deviation, options_.gives_up));
+    throw TrainingError(ErrorCode::kNegative,
+                        fmt::format("the model deviates from the plan: {}. {}; {} gives the step up", text,
+                                    options_.after_deviation, options_.gives_up));
+  }
+  if (options_.ways) {
+    const PlanPosition now = Position();
+    const Whereabouts here = {.leaves = true,
+                              .may_go_on = only_missing,
+                              .place = fmt::format("{} {} {}", now.step, now.trigger, instead_of),
+                              .text = text};
+    const ReleaseLock unlocked(lock_);
+    const Result<Way> way = options_.ways->Meet(here);
+    if (!way) Throw(way.error());
+    if (*way == Way::kGoOn) return GoOnWithZeros(text);
   }
   fallback_.Begin(found, expected, *replayer_, [this] { handover_.PublishAll(/*zeros=*/false); });
+  return true;
+}
+
+// Said once.
+bool Runtime::GoOnWithZeros(const std::string& text) {
+  if (std::exchange(says_zeros_, true)) return false;
+  const HoldLock held(lock_);
+  options_.warn(
+      fmt::format("shardplan: the model deviates from the plan on this rank alone: {}. Other ranks have that "
+                  "gradient, and it is reduced with zeros of this one",
+                  text));
+  return false;
+}
+
+void Runtime::FireWithZeros() {
+  zeros_for_missing_ = true;
+  Fire(TriggerKey(replayer_->Expected()));
+  zeros_for_missing_ = false;
+}
+
+std::vector<std::string> Runtime::Tell(const std::string& text) {
+  if (!options_.ways) return {text};
+  const ReleaseLock unlocked(lock_);
+  return options_.ways->Tell(text);
 }
 
 // A forward under no_grad that is not in the plan is done on demand. Decided where it begins, for all of it.
@@ -330,8 +379,13 @@ void Runtime::BackwardEnd() {
   // Units none of whose inputs needed a gradient.
   while (!fallback_.active() && replayer_->Expected().kind == TriggerKind::kPostBackward) {
     const UnitId unit = replayer_->Expected().unit;
-    if (Deviates(TriggerKind::kPostBackward, unit)) break;
-    Fire(TriggerKey(replayer_->Expected()));
+    if (!Deviates(TriggerKind::kPostBackward, unit)) {
+      Fire(TriggerKey(replayer_->Expected()));
+    } else if (Deviate(FoundText(TriggerKind::kBackwardEnd, -1), {}, /*only_missing=*/true)) {
+      break;
+    } else {
+      FireWithZeros();
+    }
   }
   const bool planned = fallback_.active() || order_.IsLastBackward(order_.NextHooked(Position()));
   const bool forgets = is_last_backward_.value_or(planned);
@@ -382,6 +436,11 @@ Status Runtime::TakeGradients(UnitId unit, BufferId buffer) {
   parts.reserve(ParametersOf(buffer).size());
   for (const std::int32_t parameter : ParametersOf(buffer)) {
     at::Tensor grad = units_[unit].parameters[parameter]->LocalGradient();
+    if (!grad.defined() && zeros_for_missing_) {
+      const auto options =
+          at::TensorOptions(ToScalarType(plan_->buffers[buffer].dtype)).device(device_->torch_device());
+      grad = at::zeros(plan_->units[unit].parameters[parameter].shape, options);
+    }
     if (!grad.defined()) {
       return MakeError(
           ErrorCode::kNegative,

@@ -22,7 +22,16 @@ std::string TriggerText(const Plan& plan, const TriggerKey& key) {
 
 bool Fallback::IsAsPlanned(PlanPosition next, TriggerKind kind, UnitId unit) const {
   const Trigger& expected = order_.At(next);
-  return expected.kind == kind && expected.unit == unit && MissingGradient(next).empty();
+  return expected.kind == kind && expected.unit == unit && MissingGradient(next).empty() &&
+         ExtraGradient(next).empty();
+}
+
+std::string Fallback::ExtraGradient(PlanPosition next) const {
+  for (const SegmentGrad& left : order_.GradientsLeftAt(next)) {
+    if (units_[left.unit].parameters[left.parameter]->unsharded_grad().defined())
+      return ParameterText(plan_, left.unit, left.parameter);
+  }
+  return {};
 }
 
 std::string Fallback::MissingGradient(PlanPosition next) const {
@@ -85,7 +94,20 @@ std::vector<Fallback::Passed> Fallback::PlannedLog(PlanPosition until) const {
   return log;
 }
 
+// A gather or a reduction that some ranks do not come to, or come to with another unit, has no end, or a bad
+// one.
+void Fallback::CheckTogether(TriggerKind kind, UnitId unit) {
+  constexpr std::int64_t kKinds = 32;
+  const std::int64_t number =
+      ((unit + 1) * kKinds + static_cast<std::int64_t>(kind)) * 2 + (reduces_(unit) ? 1 : 0);
+  if (on_demand_.Alike(number)) return;
+  const std::string here = fmt::format("{}{}, on demand", TriggerText(plan_, {kind, unit, 0}),
+                                       reduces_(unit) ? "" : " without a reduction");
+  throw TrainingError(ErrorCode::kNegative, "the ranks go different ways: " + in_words_(here));
+}
+
 void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
+  CheckTogether(kind, unit);
   log_.push_back({kind, unit, {}, !reduces_(unit)});
   switch (kind) {
     case TriggerKind::kPreForward:

@@ -196,6 +196,11 @@ std::vector<bool> OnDemand::KeptOr(const std::vector<std::int32_t>& fresh, UnitI
   return has;
 }
 
+bool OnDemand::Alike(std::int64_t number) const {
+  const ReleaseLock unlocked(lock_);
+  return presence_.Alike(number);
+}
+
 bool OnDemand::HasGradients(UnitId unit) const { return HasKept(unit) || !Fresh(unit).empty(); }
 
 bool OnDemand::ReducesZeros(UnitId unit) const {

@@ -46,6 +46,8 @@ class OnDemand {
   // The step leaves the plan: what it has gathered is freed by Reshard.
   void TakeOver();
 
+  // Is the number the same on all ranks? Collective.
+  bool Alike(std::int64_t number) const;
   // Has this rank gradients of the unit that are not reduced?
   bool HasGradients(UnitId unit) const;
   // Does a gradient of the parameter wait for a later backward, in memory of the plan?

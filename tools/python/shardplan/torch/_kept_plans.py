@@ -16,6 +16,7 @@ import torch.nn as nn
 from . import _flat
 from ._applied import Applied
 from ._errors import PlanError
+from ._first_rank import FirstRankSays
 from ._mesh import process_groups
 from ._native import native
 from ._next_path import NextPath
@@ -55,6 +56,28 @@ def _points(log: list[tuple]) -> tuple:
     return tuple(points)
 
 
+def _in_words(plan, points: tuple) -> list[str]:
+    """Points for people, each with the gradients that were made."""
+
+    def words(kind: str, unit: int, *rest) -> str:
+        of = f" of {plan.units[unit].fqn or 'the root'}" if unit >= 0 else ""
+        made = [plan.units[u].parameters[p].fqn for u, p in rest[0]] if len(rest) > 1 else []
+        return f"{kind}{of}" + (f" with gradients of {', '.join(made)}" if made else "")
+
+    return [words(*point) for point in points]
+
+
+def _apart(ways: list[str], ranks: list[int]) -> str:
+    """The first point that ranks passed otherwise. ways: by place, as JSON; "" where nothing is known."""
+    known = {rank: json.loads(way) for rank, way in zip(ranks, ways) if way}
+    length = max(map(len, known.values()))
+    at = {rank: [*way, *["the end of the step"] * (length + 1 - len(way))] for rank, way in known.items()}
+    first = next((i for i in range(length) if len({way[i] for way in at.values()}) > 1), None)
+    if first is None:
+        return "ranks went different ways (with other setters, or parameters that require gradients)"
+    return "ranks went different ways: " + "; ".join(f"rank {rank} passed {way[first]}" for rank, way in at.items())
+
+
 def _units_of(plan) -> list[tuple]:
     return [(unit.modules, [parameter.fqn for parameter in unit.parameters]) for unit in plan.units]
 
@@ -74,6 +97,8 @@ class KeptPlans:
         self.setup, self.calls = calls_of(json.loads(applied.plan.strategy_json))
         self._first_calls = self._calls_key()
         self.replans = False  # after a deviation
+        self._told_apart = False  # the user knows that ranks go different ways
+        self._foreseen: FirstRankSays | None = None  # once there are several plans
         self.on_new_plan: Callable[[], None] | None = None
 
     @property
@@ -106,6 +131,8 @@ class KeptPlans:
         if applied.setters is not None:
             applied.setters.step_left_its_plan()
         way = self._way(requires_grad_of(applied.plan), log, full_precision, self._calls_key())
+        if not self._goes_together(way, log):
+            return
         if (key := self._key_of.get(way)) in self.kept:
             return self._goes(key)
         if way in self.unplannable or self._is_rare(way):
@@ -126,6 +153,17 @@ class KeptPlans:
         self._goes(key)
         if self.on_new_plan is not None:
             self.on_new_plan()
+
+    def _goes_together(self, way: Way, log: list[tuple]) -> bool:
+        """Did all ranks' steps pass the same points? One plan is for all of them. Collective."""
+        applied = self.applied
+        if applied.runtime.alike(int.from_bytes(hashlib.sha256(repr(way).encode()).digest()[:7])):
+            return True
+        if not self._told_apart:
+            self._told_apart = True
+            ways = applied.runtime.tell(json.dumps(_in_words(applied.plan, _points(log))))
+            warnings.warn(f"shardplan: {_apart(ways, applied.mesh.mesh.flatten().tolist())}; such steps have no plan, and are always done on demand", stacklevel=4)
+        return False
 
     def _way(self, requires_grad: RequiresGrad, log: list[tuple], full_precision: list[bool], calls: str) -> Way:
         return requires_grad, _points(log), tuple(full_precision) if any(full_precision) else (), calls
@@ -159,10 +197,22 @@ class KeptPlans:
             self._next.went(present)
         self._went = False
         self._next.begins((id(module), signature_of(args, kwargs)))
-        expected = self._next.expected()
+        expected = self._foresee_together(self._next.expected())
         if expected in self.kept and expected != present and (expected[0], expected[2]) == (present[0], present[2]):
             self._go_to(expected, None)
         self.foresee()
+
+    def _foresee_together(self, expected: Key | None) -> Key | None:
+        """What the first rank expects: others were given other arguments, perhaps."""
+        if len(self.kept) < 2:
+            return expected
+        if self._foreseen is None:
+            self._foreseen = FirstRankSays(self.applied.mesh.mesh.flatten().tolist(), self.applied.timeout_s)
+        name = hashlib.sha256(repr(expected).encode()).hexdigest()
+        said = self._foreseen.of_step(name)
+        if said == name:
+            return expected
+        return next((key for key in self.kept if hashlib.sha256(repr(key).encode()).hexdigest() == said), None)
 
     def _present(self) -> Key:
         return next(key for key, path in self.kept.items() if path.runtime is self.applied.runtime)
