@@ -64,8 +64,7 @@ void BindUnits(py::module_& module) {
       .def_readonly("shape", &UnitParameter::shape)
       .def_property_readonly("dtype", [](const UnitParameter& p) { return std::string(Name(p.dtype)); })
       .def_readonly("requires_grad", &UnitParameter::requires_grad)
-      .def_property_readonly("grad_dtype",
-                             [](const UnitParameter& p) { return OptionalName(p.grad_dtype); })
+      .def_property_readonly("grad_dtype", [](const UnitParameter& p) { return OptionalName(p.grad_dtype); })
       .def_property_readonly("made_grad_dtype",
                              [](const UnitParameter& p) { return OptionalName(p.made_grad_dtype); })
       .def_property_readonly("placements",

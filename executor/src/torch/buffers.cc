@@ -29,10 +29,10 @@ void ForEachRow(const CopySpec& spec, const std::vector<at::Tensor>& src, const 
   for (const CopyRun& run : spec.runs) {
     const at::Tensor& from = src[run.src_part];
     const at::Tensor& to = dst[run.dst_part];
-    combine(from.as_strided({run.rows, run.row_numel}, {run.src_stride, 1},
-                            from.storage_offset() + run.src_offset),
-            to.as_strided({run.rows, run.row_numel}, {run.dst_stride, 1},
-                          to.storage_offset() + run.dst_offset));
+    combine(
+        from.as_strided({run.rows, run.row_numel}, {run.src_stride, 1},
+                        from.storage_offset() + run.src_offset),
+        to.as_strided({run.rows, run.row_numel}, {run.dst_stride, 1}, to.storage_offset() + run.dst_offset));
   }
 }
 
@@ -327,7 +327,8 @@ Status TorchBuffers::SetParts(BufferId id, std::vector<at::Tensor> parts) {
       parts[i] = at::zeros({NumelOf(id, i)}, options);
     }
     if (Status status = CheckPart(id, i, parts[i]); !status) return status;
-    is_as_made = is_as_made || (MayBeAsMade(buffer) && parts[i].scalar_type() != ToScalarType(DTypeOf(id, i)));
+    is_as_made =
+        is_as_made || (MayBeAsMade(buffer) && parts[i].scalar_type() != ToScalarType(DTypeOf(id, i)));
     const bool is_plain = parts[i].is_contiguous() && !parts[i].key_set().has(c10::DispatchKey::Python);
     const at::Tensor whole = is_plain ? parts[i] : parts[i].detach().contiguous();
     parts[i] = is_plain ? Alias(whole, 0, {whole.numel()}) : whole.view({-1});

@@ -118,7 +118,8 @@ void Runtime::SetGradDTypes(UnitId unit, bool in_backward) {
     if (!parameter.requires_grad) continue;
     const at::Tensor& grad = units_[unit].parameters[p]->unsharded_grad();
     const at::ScalarType accumulated = ToScalarType(AccumulatedGradDType(of, parameter));
-    const bool adds = in_backward && (grad.defined() || on_demand_.IsKept(unit, static_cast<std::int32_t>(p)));
+    const bool adds =
+        in_backward && (grad.defined() || on_demand_.IsKept(unit, static_cast<std::int32_t>(p)));
     const bool stays = KeepsWiderGrads(of, parameter) && in_backward && (adds || !waits);
     if (stays || (grad.defined() && grad.scalar_type() != accumulated)) {
       units_[unit].parameters[p]->SetGradDType(std::nullopt);

@@ -394,7 +394,7 @@ class Recorder {
   std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
   bool outermost_is_hooked_ = false;
   std::set<UnitId> in_backward_units_;  // between their pre-backward and their post-backward
-  std::vector<Place> forwards_;        // of the units that are entered, behind what is in none
+  std::vector<Place> forwards_;         // of the units that are entered, behind what is in none
   GroupForwards groups_;
   bool is_last_backward_ = true;
   std::map<UnitId, std::pair<bool, bool>>

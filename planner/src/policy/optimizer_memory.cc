@@ -45,9 +45,10 @@ Status OptimizerMemory::CheckGradDTypes() const {
       const DType found = ShardedGradDType(parameter);
       return MakeInputError(
           "/optimizer",
-          fmt::format("PyTorch fails here (expected dtype {} for `end` but got dtype {}): {} has gradients of "
-                      "another dtype than its own (grad_dtype)",
-                      Name(parameter.dtype), Name(found), parameter.fqn),
+          fmt::format(
+              "PyTorch fails here (expected dtype {} for `end` but got dtype {}): {} has gradients of "
+              "another dtype than its own (grad_dtype)",
+              Name(parameter.dtype), Name(found), parameter.fqn),
           optimizer_.kind == OptimizerKind::kAdamW  ? "adamw"
           : optimizer_.kind == OptimizerKind::kAdam ? "adam"
                                                     : "a fused kernel",

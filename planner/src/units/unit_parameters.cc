@@ -94,8 +94,8 @@ class ParameterKnobs {
   }
 
   // Before grad_dtypes_are_kept the sharded parameter has none of its own. Without a reduce dtype gradients
-  // wait in their own grad_dtype, and are reduced in what these promote to. One whose grad_dtype is None stays
-  // as autograd makes it until then, and as it was reduced after.
+  // wait in their own grad_dtype, and are reduced in what these promote to. One whose grad_dtype is None
+  // stays as autograd makes it until then, and as it was reduced after.
   Status SetGradDTypes(const PyTorchRules& rules) const {
     const MixedPrecision& mixed = choice_.mixed_precision;
     for (UnitParameter& parameter : unit_.parameters) {
@@ -113,9 +113,11 @@ class ParameterKnobs {
       if (!unit_.parameters[p].requires_grad) continue;
       if (is_any(p) && !mixed.reduce_dtype && !choice_.operators_are_known) {
         return Bad(
-            "the grad_dtype of a parameter is None: its gradients stay as autograd makes them, which the order of "
+            "the grad_dtype of a parameter is None: its gradients stay as autograd makes them, which the "
+            "order of "
             "modules does not say",
-            unit_.parameters[p].fqn, "a reduce_dtype, a grad_dtype, or a trace with operators (shardplan trace)");
+            unit_.parameters[p].fqn,
+            "a reduce_dtype, a grad_dtype, or a trace with operators (shardplan trace)");
       }
       const DType waits = is_any(p) ? made(p) : ShardedGradDType(unit_.parameters[p]);
       promoted = promoted ? PromoteTypes(*promoted, waits) : waits;
@@ -142,7 +144,8 @@ class ParameterKnobs {
     const DType computed = ComputeDType(unit_, parameter);
     const bool stays = any || KeepsWiderGrads(unit_, parameter);
     const DType accumulated = AccumulatedGradDType(unit_, parameter);
-    const bool widens = MayReduceOutsideDataParallel(parameter) && SizeBytes(accumulated) > SizeBytes(computed);
+    const bool widens =
+        MayReduceOutsideDataParallel(parameter) && SizeBytes(accumulated) > SizeBytes(computed);
     const DType left = stays ? made : widens ? accumulated : computed;
     if (left != computed) parameter.made_grad_dtype = left;
   }

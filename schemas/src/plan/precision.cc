@@ -93,8 +93,7 @@ DType AskedReduceDType(const MixedPrecision& mixed, DType sharded, DType compute
 
 bool AccumulatesInOtherDType(const Unit& unit) {
   return std::ranges::any_of(unit.parameters, [&](const UnitParameter& parameter) {
-    return parameter.requires_grad &&
-           MadeGradDType(unit, parameter) != AccumulatedGradDType(unit, parameter);
+    return parameter.requires_grad && MadeGradDType(unit, parameter) != AccumulatedGradDType(unit, parameter);
   });
 }
 

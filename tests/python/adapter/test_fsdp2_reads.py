@@ -65,7 +65,6 @@ OF_MODULES = {
     "_parameters": "modules",
     "__class__": "class_name",
     "buffers": "of the device that they are on",
-    "append": "of a list of modules",
     "__setattr__": "how a parameter is put into it",
     "_get_fsdp_state": "FSDP2's own",
     "register_forward_hook": "a hook",

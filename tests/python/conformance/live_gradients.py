@@ -35,12 +35,13 @@ class Block(nn.Module):
 
 
 class Tokens(nn.Module):
-    """frozen: so many blocks, and the embedding. in_chunks: a checkpointed function runs the head, once for each chunk."""
+    """frozen: so many blocks, and the embedding. in_chunks: a checkpointed function runs the head, once for each chunk. headless: it does not run
+    the head."""
 
-    def __init__(self, norm=nn.LayerNorm, dtype=None, grad_dtypes=None, frozen=0, in_chunks=False):
+    def __init__(self, norm=nn.LayerNorm, dtype=None, grad_dtypes=None, frozen=0, in_chunks=False, headless=False):
         super().__init__()
         self.embed, self.blocks = nn.Embedding(16, 8), nn.ModuleList(Block(norm) for _ in range(3))
-        self.norm, self.head, self.in_chunks = norm(8), nn.Linear(8, 16), in_chunks
+        self.norm, self.head, self.in_chunks, self.headless = norm(8), nn.Linear(8, 16), in_chunks, headless
         for module in [self.embed, *self.blocks[:frozen]][: 1 + frozen if frozen else 0]:
             module.requires_grad_(False)
         if dtype:
@@ -60,7 +61,7 @@ class Tokens(nn.Module):
         x = self.norm(x).to(x.dtype)
         if self.in_chunks:
             return sum(checkpoint(self.of_chunk, chunk, use_reentrant=False) for chunk in x.chunk(2, dim=1))
-        return self.head(x)
+        return x if self.headless else self.head(x)
 
 
 def _total(output):
@@ -132,6 +133,31 @@ def _in_chunks() -> list[Case]:
     ]
 
 
+def _heads_apart() -> list[Case]:
+    """The loss runs the head on chunks of what the model returned, each with a backward of its own, before the model's."""
+    chunk = torch.zeros(2, 2, 8, requires_grad=True)
+    head = lambda number: [{"call": "forward", "microbatch": number, "trace": 1}, {"call": "backward", "microbatches": [number]}]  # noqa: E731
+    of_head = lambda method, value: {"call": "module", "method": method, "module": "head", "value": value, "recurse": False}  # noqa: E731
+    body = [{"call": "forward", "microbatch": 0}], [{"call": "backward", "microbatches": [0]}]
+    first, last = of_head("set_requires_gradient_sync", False), of_head("set_requires_gradient_sync", True)
+    kept = [of_head("set_reshard_after_forward", False), of_head("set_reshard_after_backward", False)]
+    freed = [of_head("set_reshard_after_forward", True), of_head("set_reshard_after_backward", True)]
+    programs = {
+        "": [*body[0], *head(1), *head(2), *body[1], *END],
+        "_synced_once": [*body[0], first, *head(1), last, *head(2), *body[1], *END],
+        "_kept": [*body[0], *kept, first, *head(1), last, *head(2), *freed, *body[1], *END],
+    }
+    alone = [{"modules": ["blocks.*"]}, {"modules": ["head"]}, {"modules": [""]}]
+    grouped = [{"modules": ["blocks.*"]}, {"modules": ["norm", "head"], "group": True}, {"modules": [""]}]
+    found = []
+    for units, how in ((alone, ""), (grouped, "_grouped")):
+        for name, program in programs.items():
+            strategy = {"policy": "fsdp2", "units": units, "optimizer": {"kind": "sgd"}, "program": [program]}
+            forwards = [Forward((TOKENS,)), Forward((chunk,), module="head")]
+            found.append(Case(lambda: Tokens(headless=True), forwards, strategy, 2, loss=_total, name=f"head_apart{how}{name}"))
+    return found
+
+
 def _replicated() -> list[Case]:
     mesh = [{"name": "outer", "size": 2}, {"name": "inner", "size": 2}, {"name": "one", "size": 1}]
     over = {"parameters": ["blocks.*.norm.*"], "data_parallel": {"shard": ["one"], "replicate": ["outer", "inner"]}}
@@ -144,4 +170,4 @@ def _replicated() -> list[Case]:
 
 def cases() -> list[Case]:
     """Of PyTorch 2.15."""
-    return [*_norms(), *_grad_dtypes(), *_finalized_by_hand(), *_in_chunks(), *_replicated()]
+    return [*_norms(), *_grad_dtypes(), *_finalized_by_hand(), *_in_chunks(), *_heads_apart(), *_replicated()]

@@ -380,7 +380,10 @@ class Fsdp2EventWriter {
         LogEvent& event = Add("reshard", UnitName(plan_.units[i.unit]));
         const bool whole = plan_.buffers[i.src].role == BufferRole::kParamSharded;
         event.keys["to"] = whole ? "sharded" : "post_forward";
-        event.keys["bytes"] = std::to_string(FlagSetOn(plan_.strategy, plan_.units[i.unit], "set_keep_unsharded_storage") ? 0 : UnshardedBytes(i.unit));
+        event.keys["bytes"] =
+            std::to_string(FlagSetOn(plan_.strategy, plan_.units[i.unit], "set_keep_unsharded_storage")
+                               ? 0
+                               : UnshardedBytes(i.unit));
         break;
       }
       case InstructionKind::kReduceScatter:

@@ -21,8 +21,7 @@ namespace {
 DType ReduceDType(const ForeachReduceArguments& arguments, const UnshardedGrads::Taken& grads) {
   const DType dtype = ReduceDTypeOf(arguments.scope.unit(), grads.parameters);
   if (arguments.partial_reduce_output < 0) return dtype;
-  return PromoteTypes(dtype,
-                      arguments.scope.program().plan().buffers[arguments.partial_reduce_output].dtype);
+  return PromoteTypes(dtype, arguments.scope.program().plan().buffers[arguments.partial_reduce_output].dtype);
 }
 
 // One call.

@@ -13,8 +13,7 @@ std::vector<Bytes> ShardedGrads::Parts(const Run& run, const std::vector<std::in
   const Unit& unit = scope_.unit();
   std::vector<Bytes> parts;
   for (const std::int32_t p : parameters) {
-    parts.push_back(
-        Bytes{PaddedPieceNumel(unit.parameters[p], scope_.shard_ranks()) * SizeBytes(run.dtype)});
+    parts.push_back(Bytes{PaddedPieceNumel(unit.parameters[p], scope_.shard_ranks()) * SizeBytes(run.dtype)});
   }
   return parts;
 }
@@ -59,8 +58,8 @@ void ShardedGrads::SetGrads(const std::vector<std::int32_t>& parameters, BufferI
 // What was reduced, in the run's dtype: `reduced` itself, or a new buffer that the caller frees.
 BufferId ShardedGrads::Cast(BufferId reduced, StreamId stream, const Run& run) const {
   if (!run.copies) return reduced;
-  const BufferId cast = scope_.Buffer(BufferRole::kReduceScatterOutput, run.dtype,
-                                      Parts(run, run.parameters), run.parameters, "cast");
+  const BufferId cast = scope_.Buffer(BufferRole::kReduceScatterOutput, run.dtype, Parts(run, run.parameters),
+                                      run.parameters, "cast");
   scope_.program().Allocate(cast, stream);
   scope_.program().Move(InstructionKind::kGradCast, reduced, cast, stream);
   return cast;
@@ -109,8 +108,8 @@ BufferId ShardedGrads::CopyToHost(BufferId from, StreamId stream, const Run& run
                                   const std::vector<std::int32_t>& parameters, std::string_view suffix,
                                   MemoryKind memory) {
   ProgramBuilder& program = scope_.program();
-  const BufferId host = scope_.Buffer(BufferRole::kGradHost, run.dtype, Parts(run, parameters), parameters,
-                                      suffix, memory);
+  const BufferId host =
+      scope_.Buffer(BufferRole::kGradHost, run.dtype, Parts(run, parameters), parameters, suffix, memory);
   program.Allocate(host, kHost);
   program.Move(InstructionKind::kCopyToHost, from, host, stream);
   const EventId event = scope_.Event(suffix.empty() ? "grad_offload" : "grad_arrived");

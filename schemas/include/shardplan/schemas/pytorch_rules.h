@@ -186,7 +186,8 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .since = PyTorchVersion::k2_15,
      .policy = "fsdp2",
      .before = "autograd converts the gradient of an unsharded parameter to the parameter's dtype",
-     .now = "a gradient that autograd makes in a wider dtype, up to that of the reduction (of a norm's weight in "
+     .now = "a gradient that autograd makes in a wider dtype, up to that of the reduction (of a norm's "
+            "weight in "
             "bfloat16 that multiplies float32, say), stays in it; one that may be a partial sum over tensor "
             "parallel ranks is converted to the dtype of the reduction",
      .where = "FSDPParamGroup._set_unsharded_grad_dtypes",
