@@ -18,6 +18,7 @@ import torch.nn as nn
 from adapter_workers import DEVICE
 from auto_dynamic import DYNAMIC, dynamic, searched_meanwhile
 from auto_losses import LOSSES, backwards_inside_the_loss
+from auto_porting import PORTING
 from equivalence import largest_difference, whole
 from equivalence_models import Mlp
 from torch.distributed.device_mesh import init_device_mesh
@@ -423,7 +424,7 @@ def optimizer_made_before() -> str:
 
 FEATURES = [
     shard_placement_fn, param_dtype_override_fn, offload_policy, dp_mesh_dims, repeated_blocks_are_units, toggled, post_optim_event, reset_iter_state,
-    symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go, optimizer_made_before, stops_together, searched_meanwhile,
+    symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go, optimizer_made_before, stops_together, searched_meanwhile, *PORTING,
 ]  # fmt: skip
 
 
