@@ -132,7 +132,11 @@ Cluster ConstantCluster(std::int64_t ranks, std::int64_t collective_ns, std::int
   for (const auto kind :
        {CollectiveKind::kAllGather, CollectiveKind::kReduceScatter, CollectiveKind::kAllReduce}) {
     const std::int64_t duration_ns = kind == CollectiveKind::kAllReduce ? all_reduce_ns : collective_ns;
-    cluster.collectives.push_back({kind, 2, 1, "nvlink", {{Bytes{1}, Nanoseconds{duration_ns}}}, "by hand"});
+    cluster.collectives.push_back({.kind = kind,
+                                   .ranks = 2,
+                                   .link = "nvlink",
+                                   .points = {{Bytes{1}, Nanoseconds{duration_ns}}},
+                                   .source = "by hand"});
   }
   return cluster;
 }

@@ -301,9 +301,14 @@ def fit_runs(runs, command, out):
             write_text(out / f"{gpu}_2023_{RUNS_RANKS}.json", (pathlib.Path(folder) / f"{gpu}.json").read_text())
         path = pathlib.Path(folder) / "a100_40gb.json"
         write_text(path, json.dumps(of_40_gb(documents.read(str(pathlib.Path(folder) / "a100_80gb.json")))))
-        question = json.dumps({"document": str(path)}) + "\n"
-        answer = subprocess.run([command, "evaluate"], input=question, capture_output=True, text=True, check=True).stdout
-        write_text(out / f"a100_40gb_2023_{RUNS_RANKS}.json", json.loads(answer)["text"])
+        write_text(out / f"a100_40gb_2023_{RUNS_RANKS}.json", written(command, path))
+
+
+def written(command, path):
+    """A document as the command writes it."""
+    question = json.dumps({"document": str(path)}) + "\n"
+    answer = subprocess.run([command, "evaluate"], input=question, capture_output=True, text=True, check=True).stdout
+    return json.loads(answer)["text"]
 
 
 def main():
@@ -329,7 +334,8 @@ def main():
                 tables.append(table)
             target = out / f"{name}.json"
             if not tables:  # nothing to fit: only written as documents are
-                tables = [collectives]
+                write_text(target, written(command, base))
+                continue
             as_other = f", as {own['as']}" if own.get("as") else ""
             subprocess.run([command, "cost", *map(str, tables), "--fit", str(base), "-o", str(target), "--source", SOURCE + as_other], check=True)
 

@@ -66,10 +66,20 @@ void BindUnits(py::module_& module) {
       .def_readonly("shape", &UnitParameter::shape)
       .def_property_readonly("dtype", [](const UnitParameter& p) { return std::string(Name(p.dtype)); })
       .def_readonly("requires_grad", &UnitParameter::requires_grad)
-      .def_property_readonly("grad_dtype",
+      .def_property_readonly("grad_dtype", [](const UnitParameter& p) { return OptionalName(p.grad_dtype); })
+      .def_property_readonly("made_grad_dtype",
+                             [](const UnitParameter& p) { return OptionalName(p.made_grad_dtype); })
+      .def_property_readonly("placements",
                              [](const UnitParameter& p) {
-                               return p.grad_dtype ? std::optional(std::string(Name(*p.grad_dtype)))
-                                                   : std::nullopt;
+                               py::list placements;
+                               for (const ParameterPlacement& placement : p.placements) {
+                                 py::dict fields(py::arg("mesh_dim") = placement.mesh_dim,
+                                                 py::arg("size") = placement.size,
+                                                 py::arg("dim") = placement.dim);
+                                 if (placement.grad_partial) fields["grad_partial"] = true;
+                                 placements.append(fields);
+                               }
+                               return placements;
                              })
       .def_readonly("shard_dim", &UnitParameter::shard_dim)
       .def_readonly("gathered", &UnitParameter::gathered)

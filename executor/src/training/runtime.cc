@@ -11,6 +11,8 @@
 
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/precision.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "training/failure.h"
 
 namespace shardplan::executor {
@@ -51,7 +53,8 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank, std::uniqu
           lock_),
       handover_(*plan_, rank_, *device_, units_, buffer_parameters_, lock_),
       ranges_(*plan_),
-      groups_(*plan_) {
+      groups_(*plan_),
+      grads_stay_as_made_(RulesOf(plan_->strategy).gradients_stay_as_made) {
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
     const Buffer& buffer = plan_->buffers[i];
     // A flat unit may have another one in full precision.
@@ -93,6 +96,37 @@ void Runtime::Start() {
   if (!replayer) Throw(replayer.error());
   replayer_ = std::move(*replayer);
   on_demand_.Start(*replayer_, *this, ranges_);
+  const HoldLock held(lock_);
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) SetGradDTypes(static_cast<UnitId>(unit), false);
+}
+
+// Do the unit's gradients of this backward wait for a later one?
+bool Runtime::Waits(UnitId unit) const {
+  if (sync_) return !(*sync_)[unit];
+  if (fallback_.active()) return !Reduces(unit);
+  const std::vector<UnitGradients>* planned = order_.Gradients(order_.NextHooked(Position()));
+  return planned != nullptr && (*planned)[unit] == UnitGradients::kKept;
+}
+
+// The lock is held.
+void Runtime::SetGradDTypes(UnitId unit, bool in_backward) {
+  const Unit& of = plan_->units[unit];
+  if (!grads_stay_as_made_ || of.layout != LayoutKind::kPerParameter) return;
+  const bool waits = in_backward && Waits(unit);
+  for (std::size_t p = 0; p < units_[unit].parameters.size(); ++p) {
+    const UnitParameter& parameter = of.parameters[p];
+    if (!parameter.requires_grad) continue;
+    const at::Tensor& grad = units_[unit].parameters[p]->unsharded_grad();
+    const at::ScalarType accumulated = ToScalarType(AccumulatedGradDType(of, parameter));
+    const bool adds =
+        in_backward && (grad.defined() || on_demand_.IsKept(unit, static_cast<std::int32_t>(p)));
+    const bool stays = KeepsWiderGrads(of, parameter) && in_backward && (adds || !waits);
+    if (stays || (grad.defined() && grad.scalar_type() != accumulated)) {
+      units_[unit].parameters[p]->SetGradDType(std::nullopt);
+    } else {
+      units_[unit].parameters[p]->SetGradDType(accumulated);
+    }
+  }
 }
 
 at::Tensor Runtime::UnshardedView(UnitId unit, std::int32_t parameter) const {
@@ -286,9 +320,17 @@ std::vector<UnitId> Runtime::PostForward(UnitId unit) {
   return completed;
 }
 
+// A checkpoint around a function that calls the unit several times runs it again behind the post-backward of
+// a later call: it is sharded then.
 void Runtime::Recompute(TriggerKind kind, UnitId unit) {
+  UnitState& state = units_[unit];
+  const bool enters = kind == TriggerKind::kPreForward;
   const TriggerKey& expected = replayer_->Expected();
-  if (expected.kind == kind && expected.unit == unit) Pass(kind, unit);
+  const bool planned = !fallback_.active() && expected.kind == kind && expected.unit == unit;
+  const bool gathers = enters ? !state.unsharded && !plan_->units[unit].parameters.empty() && !state.flat
+                              : state.gathered_again;
+  if (planned || gathers) Pass(kind, unit);
+  state.gathered_again = enters && gathers;
 }
 
 void Runtime::PreBackward(UnitId unit, std::int64_t run) {
@@ -303,6 +345,10 @@ void Runtime::PreBackward(UnitId unit, std::int64_t run) {
     if (expected.kind != TriggerKind::kPreBackward || expected.unit != unit) return;
   }
   Pass(TriggerKind::kPreBackward, unit);
+  {
+    const HoldLock held(lock_);
+    SetGradDTypes(unit, true);
+  }
   state.in_backward = true;
   state.backward_begun = true;
   groups_.InBackward(unit);
@@ -312,6 +358,8 @@ void Runtime::PostBackward(UnitId unit) {
   units_[unit].in_backward = false;
   groups_.InBackward(unit);
   Pass(TriggerKind::kPostBackward, unit);
+  const HoldLock held(lock_);
+  SetGradDTypes(unit, false);
 }
 
 void Runtime::QueueBackwardEnd() {
@@ -349,6 +397,10 @@ void Runtime::BackwardEnd() {
     if (unit.flat) unit.flat->Finish();
   }
   groups_.EndBackward(forgets);
+  {
+    const HoldLock held(lock_);
+    for (std::size_t unit = 0; unit < units_.size(); ++unit) SetGradDTypes(static_cast<UnitId>(unit), false);
+  }
   handover_.PublishAll(/*zeros=*/fallback_.active());
   if (!fallback_.active()) CheckNoGradientIsLeft();
   // Where nobody sees the optimizer, the step is over with its last backward.
@@ -364,7 +416,7 @@ Status Runtime::BindUnsharded(UnitId unit, BufferId buffer) {
   for (const auto& parameter : units_[unit].parameters) {
     if (Status status = parameter->BindUnsharded(); !status) return status;
   }
-  units_[unit].unsharded = true;
+  units_[unit].unsharded = units_[unit].was_unsharded = true;
   return {};
 }
 

@@ -233,6 +233,12 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   Status FireWatched(const TriggerKey& trigger);
   void BackwardEnd();
   void QueueBackwardEnd();
+  // [Note: what autograd converts gradients to]
+  // FSDPParamGroup._set_unsharded_grad_dtypes. A gradient that may be wider than its parameter stays as it is
+  // made in a backward that reduces it, or that adds to it. Elsewhere autograd converts it to the dtype in
+  // which it waits.
+  void SetGradDTypes(UnitId unit, bool in_backward);
+  bool Waits(UnitId unit) const;
   void CheckNoGradientIsLeft();
   bool InForward() const;
   bool Reduces(UnitId unit) const;
@@ -273,6 +279,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   std::unique_ptr<StepRecorder> recorder_;  // null: nothing is recorded
   DeviceFacts facts_;                       // when it was made
   ModuleGroups groups_;
+  const bool grads_stay_as_made_;
   bool awaits_optimizer_ = false;
   bool reduced_all_ = false;  // the last backward
   std::int64_t backwards_ = 0;

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <set>
 
+#include "shardplan/planner/frameworks.h"
+
 namespace shardplan::optimize {
 namespace {
 
@@ -78,12 +80,13 @@ Choice Titan(const Job& job) {
   return choice;
 }
 
-// Selective checkpointing by operator: of products every second is run again.
+// Selective checkpointing by operator, of what the blocks run.
 std::map<std::string, std::int64_t> SavedByTorchtitan(const Job& job) {
   std::map<std::string, std::int64_t> saved;
-  for (const std::string& name : job.chain.attentions) saved[name] = 0;
-  for (const std::string& name : job.chain.products) {
-    if (name == "aten.mm") saved[name] = 2;
+  for (const SavedOperator& kept : TorchtitanSelectiveCheckpointing().save) {
+    for (const std::vector<std::string>* names : {&job.chain.attentions, &job.chain.products}) {
+      if (std::ranges::find(*names, kept.name) != names->end()) saved[kept.name] = kept.recompute_every;
+    }
   }
   return saved;
 }

@@ -156,6 +156,9 @@ inline constexpr auto kFields<CollectiveTable> = FieldList(
     Required("ranks", &CollectiveTable::ranks, "Size of the group.").AtLeast(1),
     Optional("concurrent_groups", &CollectiveTable::concurrent_groups, "Groups that ran at once.").AtLeast(1),
     Required("link", &CollectiveTable::link, "Name of the link."),
+    Optional("nodes", &CollectiveTable::nodes,
+             "Nodes that the group spans; 0: any number that the link is for.")
+        .AtMost(kMostRanks),
     Required("points", &CollectiveTable::points, "Ascending bytes; interpolated in log size.").Lines(),
     Optional("source", &CollectiveTable::source, "Where it was measured."),
     Optional("scatter_ppm", &CollectiveTable::scatter_ppm,

@@ -158,7 +158,7 @@ std::string TablesOfPrecision(const Plan& plan, const Unit& unit) {
   std::vector<std::string> expected;
   for (const MixedPrecision& mixed : policy->unit_precisions(plan.strategy, unit)) {
     const DType computed = mixed.param_dtype.value_or(unit.orig_dtype);
-    const DType reduced = AskedReduceDType(mixed, ShardedGradDType(unit), computed, rules);
+    const DType reduced = AskedReduceDType(mixed, PromotedGradDType(unit), computed, rules);
     const bool alike = std::ranges::all_of(unit.parameters, [&](const UnitParameter& parameter) {
       return ComputeDType(unit, parameter) == AskedParamDType(mixed, parameter, rules);
     });

@@ -101,7 +101,7 @@ LinkLoads LoadsOf(const Road& road) {
 class Choice {
  public:
   Choice(const Cluster& cluster, const CollectiveRequest& request, const GroupPlacement& place)
-      : cluster_(cluster), request_(request), place_(place), narrow_(cluster.links[place.nodes > 1 ? 1 : 0]) {
+      : cluster_(cluster), request_(request), place_(place), narrow_(cluster.links[LinkOf(place)]) {
     base_ns_ = cluster.links[0].base_latency_ns.value;
     if (place.nodes > 1) base_ns_ = std::max(base_ns_, cluster.links[1].base_latency_ns.value);
   }
@@ -170,18 +170,44 @@ class Choice {
 
 }  // namespace
 
+namespace {
+
+Status CheckLinks(const Cluster& cluster, const GroupPlacement& place) {
+  const bool crosses = LinkOf(place) > 0;
+  if (cluster.links.size() > LinkOf(place)) return {};
+  return std::unexpected(Error{ErrorCode::kBadInput,
+                               crosses ? "the cluster has no link between nodes (links[1]) for a "
+                                         "communicator that spans nodes"
+                                       : "the cluster has no link and no table for a collective",
+                               "", "/cluster/links", std::to_string(cluster.links.size()),
+                               crosses ? "2" : "1"});
+}
+
+}  // namespace
+
 Result<CollectiveCost> ModelledCollective(const Cluster& cluster, const CollectiveRequest& request,
                                           const GroupPlacement& place) {
-  const bool crosses = place.nodes > 1;
-  if (cluster.links.size() < (crosses ? 2U : 1U)) {
-    return std::unexpected(Error{ErrorCode::kBadInput,
-                                 crosses ? "the cluster has no link between nodes (links[1]) for a "
-                                           "communicator that spans nodes"
-                                         : "the cluster has no link and no table for a collective",
-                                 "", "/cluster/links", std::to_string(cluster.links.size()),
-                                 crosses ? "2" : "1"});
-  }
+  if (Status checked = CheckLinks(cluster, place); !checked) return std::unexpected(checked.error());
   return Choice(cluster, request, place).Best();
+}
+
+Result<CollectiveCost> ModelledExchange(const Cluster& cluster, bool to_all, std::int64_t ranks,
+                                        const GroupPlacement& place, Bytes sent_bytes) {
+  if (Status checked = CheckLinks(cluster, place); !checked) return std::unexpected(checked.error());
+  const Link& narrow = cluster.links[LinkOf(place)];
+  const std::int64_t outer = ranks - place.fewest_in_node;  // ranks of other nodes
+  const std::int64_t size = sent_bytes.value;
+  std::int64_t inner_bytes = place.nodes > 1 ? 0 : size;
+  std::int64_t outer_bytes = place.nodes > 1 ? size : 0;
+  if (to_all) {
+    inner_bytes = MulDivUp(size, place.most_in_node - 1, ranks);
+    outer_bytes = place.nodes > 1 ? MulDivUp(size, outer, ranks) : 0;
+  }
+  std::int64_t time_ns = TimeAt(inner_bytes, cluster.links[0].bytes_per_second);
+  if (place.nodes > 1) time_ns = std::max(time_ns, TimeAt(outer_bytes, narrow.bytes_per_second));
+  return CollectiveCost{{Limited(narrow.base_latency_ns.value + narrow.latency_ns.value + time_ns)},
+                        "alpha-beta " + narrow.name,
+                        {}};
 }
 
 LinkLoads LoadsOfRing(const Cluster& cluster, const GroupPlacement& place) {

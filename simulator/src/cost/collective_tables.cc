@@ -22,11 +22,16 @@ namespace {
 
 constexpr Bytes kMostTableBytes{std::int64_t{1} << 53};
 
-// The tables of one link.
-class TablesOfLink {
+// The tables of a placement: those of its link that are of as many nodes. Groups of other numbers of ranks
+// are those of as many whole nodes as they fill.
+class TablesOfPlace {
  public:
-  TablesOfLink(const Cluster& cluster, std::int32_t link, std::int64_t concurrent_groups)
-      : cluster_(cluster), link_(link), concurrent_groups_(concurrent_groups) {}
+  TablesOfPlace(const Cluster& cluster, const CollectiveRequest& request, const GroupPlacement& place)
+      : cluster_(cluster),
+        link_(LinkOf(place)),
+        ranks_(request.ranks),
+        nodes_(place.nodes),
+        concurrent_groups_(place.concurrent_groups) {}
 
   // That of the nearest number of groups at once, the first among equals; null: none.
   const CollectiveTable* Find(CollectiveKind kind, std::int64_t ranks) const {
@@ -51,21 +56,26 @@ class TablesOfLink {
 
  private:
   bool IsHere(const CollectiveTable& table) const {
-    if (static_cast<std::size_t>(link_) >= cluster_.links.size()) return cluster_.links.empty() && link_ == 0;
-    return table.link == cluster_.links[static_cast<std::size_t>(link_)].name;
+    if (cluster_.links.empty()) {
+      if ((table.nodes > 1) != (link_ == 1)) return false;
+    } else if (link_ >= cluster_.links.size() || table.link != cluster_.links[link_].name) {
+      return false;
+    }
+    if (table.nodes == 0 || link_ == 0) return true;
+    return table.nodes == (table.ranks == ranks_ ? nodes_ : PlaceTable(cluster_, table.ranks, 0, 1).nodes);
   }
   std::int64_t Distance(const CollectiveTable& table) const {
     return std::abs(table.concurrent_groups - concurrent_groups_);
   }
 
   const Cluster& cluster_;
-  const std::int32_t link_;
-  const std::int64_t concurrent_groups_;
+  const std::size_t link_;
+  const std::int64_t ranks_, nodes_, concurrent_groups_;
 };
 
 class RankFit {
  public:
-  explicit RankFit(const TablesOfLink& tables) : tables_(tables) {}
+  explicit RankFit(const TablesOfPlace& tables) : tables_(tables) {}
 
   // Points at the sizes of the tables it is from; empty where there is none.
   std::vector<CollectivePoint> Points(CollectiveKind kind, std::int64_t ranks) const {
@@ -157,7 +167,7 @@ class RankFit {
     return nearest;
   }
 
-  const TablesOfLink& tables_;
+  const TablesOfPlace& tables_;
 };
 
 // The rank counts of a table between nodes stand for whole nodes.
@@ -207,18 +217,17 @@ namespace internal {
 
 std::optional<CollectiveCost> CollectiveTables::Cost(const CollectiveRequest& request,
                                                      const GroupPlacement& place) {
-  const std::int32_t link = place.nodes > 1 ? 1 : 0;
-  const TablesOfLink tables(cluster_, link, place.concurrent_groups);
+  const std::size_t link = LinkOf(place);
+  const TablesOfPlace tables(cluster_, request, place);
   const CollectiveTable* table = tables.Find(request.kind, request.ranks);
   const bool measured = table != nullptr;
   if (!measured) {
     if (place.nodes > 1 && !FillsNodes(cluster_, place)) return std::nullopt;
-    const Key key{request.kind, request.ranks, link, place.concurrent_groups};
+    const Key key{request.kind, request.ranks, place.nodes, place.concurrent_groups};
     auto found = fitted_.find(key);
     if (found == fitted_.end()) {
       CollectiveTable made{.kind = request.kind, .ranks = request.ranks};
-      if (static_cast<std::size_t>(link) < cluster_.links.size())
-        made.link = cluster_.links[static_cast<std::size_t>(link)].name;
+      if (link < cluster_.links.size()) made.link = cluster_.links[link].name;
       made.points = RankFit(tables).Points(request.kind, request.ranks);
       found = fitted_.emplace(key, std::move(made)).first;
     }

@@ -18,10 +18,10 @@ class CollectiveTables {
   std::optional<CollectiveCost> Cost(const CollectiveRequest& request, const GroupPlacement& place);
 
  private:
-  using Key = std::tuple<CollectiveKind, std::int64_t, std::int32_t, std::int64_t>;
+  using Key = std::tuple<CollectiveKind, std::int64_t, std::int64_t, std::int64_t>;
 
   const Cluster& cluster_;
-  std::map<Key, CollectiveTable> fitted_;  // by kind, ranks, link, concurrent groups
+  std::map<Key, CollectiveTable> fitted_;  // by kind, ranks, nodes, concurrent groups
 };
 
 }  // namespace shardplan::internal

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is fitted to tables of measurements.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <map>
 #include <optional>
 #include <set>
-#include <tuple>
 #include <utility>
 
 #include "cost/fixed_log.h"
@@ -150,20 +151,30 @@ std::int64_t RateAtTheEnd(const CollectiveTable& table) {
   return internal::MulDiv(moved, 1'000'000'000, time);
 }
 
+std::vector<CollectiveTable> TablesInsideNodes(const Cluster& cluster) {
+  std::vector<CollectiveTable> tables;
+  for (const CollectiveTable& table : cluster.collectives) {
+    if (table.link == cluster.links[0].name && table.ranks > 1 && !table.points.empty())
+      tables.push_back(table);
+  }
+  return tables;
+}
+
 // Of all numbers of ranks the largest is nearest to what nobody measured. The latency of a step is what small
 // tensors take more with more ranks, whatever protocol they take, and the rest is paid once.
 void FitInnerLink(Cluster& cluster) {
+  const std::vector<CollectiveTable> tables = TablesInsideNodes(cluster);
   std::int64_t most = 0;
-  for (const CollectiveTable& table : cluster.collectives) most = std::max(most, table.ranks);
+  for (const CollectiveTable& table : tables) most = std::max(most, table.ranks);
   std::vector<std::int64_t> rates, steps, once;
   std::int64_t nvls = 0;
-  for (const CollectiveTable& table : cluster.collectives) {
+  for (const CollectiveTable& table : tables) {
     if (table.kind == CollectiveKind::kAllReduce) {
       if (table.ranks == most) nvls = RateAtTheEnd(table);
       continue;
     }
     if (table.ranks == most) rates.push_back(RateAtTheEnd(table));
-    for (const CollectiveTable& other : cluster.collectives) {
+    for (const CollectiveTable& other : tables) {
       if (other.kind != table.kind || other.ranks >= table.ranks) continue;
       const std::int64_t more =
           table.points.front().duration_ns.value - other.points.front().duration_ns.value;
@@ -178,7 +189,7 @@ void FitInnerLink(Cluster& cluster) {
     link.latency_ns = {Median(steps)};
     for (LinkProtocol& protocol : link.protocols)
       protocol.latency_ns = std::max(protocol.latency_ns, link.latency_ns);
-    for (const CollectiveTable& table : cluster.collectives) {
+    for (const CollectiveTable& table : tables) {
       if (table.kind == CollectiveKind::kAllReduce) continue;
       once.push_back(std::max<std::int64_t>(
           0, table.points.front().duration_ns.value - link.latency_ns.value * (table.ranks - 1)));
@@ -192,27 +203,201 @@ void FitInnerLink(Cluster& cluster) {
         std::clamp<std::int64_t>(internal::MulDiv(nvls, kPpm, link.bytes_per_second), 1, kPpm);
 }
 
+// Whether the cost model asks both tables the same.
+bool AnswersTheSame(const Cluster& cluster, const CollectiveTable& a, const CollectiveTable& b) {
+  const auto place_of = [&](const CollectiveTable& table) {
+    return PlaceTable(cluster, table.ranks, table.nodes, table.concurrent_groups);
+  };
+  return a.kind == b.kind && a.ranks == b.ranks && a.link == b.link && place_of(a) == place_of(b);
+}
+
+std::string TableText(const CollectiveTable& table) {
+  std::string text = fmt::format("{} on {} ranks", Name(table.kind), table.ranks);
+  if (table.nodes > 1) text += fmt::format(" of {} nodes", table.nodes);
+  if (table.concurrent_groups > 1) text += fmt::format(", {} groups at once", table.concurrent_groups);
+  return text + fmt::format(" ({})", table.link);
+}
+
+// Takes the rows of one device; makes the lines about what they changed.
+class Fit {
+ public:
+  Fit(Cluster base, std::string device) : made_{.cluster = std::move(base)}, device_(std::move(device)) {}
+
+  Result<ClusterFit> Run(const Measurements& measurements, const std::string& source) {
+    const auto collectives = Taken(measurements.collectives);
+    const auto matmuls = Taken(measurements.matmuls);
+    if (collectives.empty() && matmuls.empty()) return NothingTaken();
+    FitCollectives(collectives, source);
+    FitProducts(matmuls);
+    for (const auto& [name, count] : others_)
+      made_.passed_over.push_back(fmt::format("{} of device {}", Rows(count), name));
+    if (!device_.empty() && made_.cluster.device.table_name != device_) {
+      made_.changed.push_back(
+          fmt::format("table_name: {}, was {}", device_, Or(made_.cluster.device.table_name, "none")));
+      made_.cluster.device.table_name = device_;
+    }
+    return std::move(made_);
+  }
+
+ private:
+  static std::string Rows(std::int64_t count) {
+    return fmt::format("{} {}", count, count == 1 ? "row" : "rows");
+  }
+  static std::string Or(const std::string& name, const char* other) { return name.empty() ? other : name; }
+
+  template <typename Row>
+  std::vector<Row> Taken(const std::vector<Row>& rows) {
+    std::vector<Row> taken;
+    for (const Row& row : rows) {
+      if (device_.empty() ? IsDevice(row.device, made_.cluster.device) : row.device == device_) {
+        taken.push_back(row);
+      } else {
+        ++others_[row.device];
+      }
+    }
+    return taken;
+  }
+
+  std::unexpected<Error> NothingTaken() const {
+    std::vector<std::string> found;
+    for (const auto& [name, count] : others_) found.push_back(name);
+    const std::string base =
+        device_.empty() ? Or(made_.cluster.device.table_name, "(a cluster without a table_name)") : device_;
+    return std::unexpected(
+        Error{.code = ErrorCode::kBadInput,
+              .message = "no row is of the device that is fitted",
+              .found = fmt::format("rows of {}", fmt::join(found, ", ")),
+              .expected = fmt::format("rows of {}; --device takes those of another name", base)});
+  }
+
+  void FitCollectives(const std::vector<CollectiveMeasurement>& rows, const std::string& source) {
+    Cluster& cluster = made_.cluster;
+    std::map<std::string, std::int64_t> out;
+    bool inside = false;
+    std::int64_t most = 0;
+    for (const CollectiveMeasurement& row : rows) {
+      const GroupPlacement place = PlaceTable(cluster, row.ranks, row.nodes, row.concurrent_groups);
+      if (!PlannedKind(row.kind)) {
+        ++out[fmt::format("{}, which no plan has", Name(row.kind))];
+      } else if (LinkOf(place) >= cluster.links.size()) {
+        ++out[fmt::format("{} nodes: the cluster has no link between nodes", place.nodes)];
+      } else if (place.nodes == 1) {
+        inside = true;
+        most = std::max(most, row.ranks);
+      }
+    }
+    for (const auto& [why, count] : out)
+      made_.passed_over.push_back(fmt::format("{} of {}", Rows(count), why));
+    const std::vector<CollectiveTable> before = cluster.collectives;
+    const std::vector<CollectiveTable> fitted = FitCollectiveTables(rows, cluster, source);
+    for (const CollectiveTable& table : fitted) {
+      const auto there = std::ranges::find_if(cluster.collectives, [&](const CollectiveTable& other) {
+        return AnswersTheSame(cluster, table, other);
+      });
+      made_.changed.push_back(fmt::format("{}: {} {}", TableText(table), table.points.size(),
+                                          there == cluster.collectives.end() ? "sizes, new" : "sizes"));
+      if (there == cluster.collectives.end()) {
+        cluster.collectives.push_back(table);
+      } else {
+        *there = table;
+      }
+    }
+    for (const CollectiveTable& table : before) {
+      if (std::ranges::none_of(
+              fitted, [&](const CollectiveTable& other) { return AnswersTheSame(cluster, table, other); }))
+        made_.stayed.push_back(TableText(table));
+    }
+    FitLink(inside, most);
+  }
+
+  // The link's figures are those of the largest number of ranks: others do not move them.
+  void FitLink(bool inside, std::int64_t most) {
+    Cluster& cluster = made_.cluster;
+    if (cluster.links.empty()) return;
+    const Link before = cluster.links[0];
+    bool largest = inside;
+    for (const CollectiveTable& table : TablesInsideNodes(cluster)) largest &= table.ranks <= most;
+    if (largest) FitInnerLink(cluster);
+    const Link& link = cluster.links[0];
+    if (link == before) {
+      made_.stayed.push_back(fmt::format("link {}", link.name));
+    } else {
+      made_.changed.push_back(fmt::format(
+          "link {}: {:.1f} GB/s, {:.1f} us a step and {:.1f} us once, were {:.1f}, {:.1f} and {:.1f}",
+          link.name, Giga(link.bytes_per_second), Micro(link.latency_ns), Micro(link.base_latency_ns),
+          Giga(before.bytes_per_second), Micro(before.latency_ns), Micro(before.base_latency_ns)));
+    }
+    for (std::size_t l = 1; l < cluster.links.size(); ++l)
+      made_.stayed.push_back(fmt::format("link {}", cluster.links[l].name));
+  }
+
+  static double Giga(std::int64_t value) { return static_cast<double>(value) / 1e9; }
+  static double Micro(Nanoseconds value) { return static_cast<double>(value.value) / 1e3; }
+
+  void FitProducts(const std::vector<MatmulMeasurement>& rows) {
+    std::set<DType> read;
+    for (ComputeRate& rate : made_.cluster.device.matmul) {
+      // Nobody measured float16: its peak is bfloat16's.
+      const auto of = [&](DType dtype) {
+        std::vector<MatmulMeasurement> matching;
+        std::ranges::copy_if(rows, std::back_inserter(matching),
+                             [&](const MatmulMeasurement& row) { return row.dtype == dtype; });
+        return matching;
+      };
+      DType measured = rate.dtype;
+      std::vector<MatmulMeasurement> matching = of(measured);
+      if (matching.empty() && rate.dtype == DType::kFloat16) matching = of(measured = DType::kBFloat16);
+      if (matching.empty()) {
+        made_.stayed.push_back(fmt::format("products in {}", Name(rate.dtype)));
+        continue;
+      }
+      read.insert(measured);
+      rate.shapes = FitMatmulShapes(matching);
+      made_.changed.push_back(
+          fmt::format("products in {}: {} shapes{}", Name(rate.dtype), matching.size(),
+                      measured == rate.dtype ? "" : fmt::format(", those of {}", Name(measured))));
+    }
+    std::map<std::string_view, std::int64_t> unread;
+    for (const MatmulMeasurement& row : rows) {
+      if (!read.contains(row.dtype)) ++unread[Name(row.dtype)];
+    }
+    for (const auto& [dtype, count] : unread) {
+      made_.passed_over.push_back(
+          fmt::format("{} of products in {}, of which the cluster has no rate", Rows(count), dtype));
+    }
+  }
+
+  ClusterFit made_;
+  const std::string device_;
+  std::map<std::string, std::int64_t> others_;  // rows by device
+};
+
 }  // namespace
 
 std::vector<CollectiveTable> FitCollectiveTables(std::span<const CollectiveMeasurement> rows,
-                                                 const std::string& link, const std::string& source) {
-  using Group = std::tuple<CollectiveKind, std::int64_t, std::int64_t>;
+                                                 const Cluster& cluster, const std::string& source) {
   std::vector<CollectiveTable> tables;
   std::vector<SamplesBySize> samples;
-  std::map<Group, std::size_t> index_of;
   for (const CollectiveMeasurement& row : rows) {
-    const auto [it, added] =
-        index_of.try_emplace(Group{row.kind, row.ranks, row.concurrent_groups}, tables.size());
-    if (added) {
-      tables.push_back({.kind = row.kind,
-                        .ranks = row.ranks,
-                        .concurrent_groups = row.concurrent_groups,
-                        .link = link,
-                        .points = {},
-                        .source = source});
+    const std::optional<CollectiveKind> kind = PlannedKind(row.kind);
+    const GroupPlacement place = PlaceTable(cluster, row.ranks, row.nodes, row.concurrent_groups);
+    if (!kind || (!cluster.links.empty() && LinkOf(place) >= cluster.links.size())) continue;
+    CollectiveTable table{.kind = *kind,
+                          .ranks = row.ranks,
+                          .concurrent_groups = place.concurrent_groups,
+                          .link = cluster.links.empty() ? "" : cluster.links[LinkOf(place)].name,
+                          .nodes = place.nodes > 1 ? place.nodes : 0,
+                          .points = {},
+                          .source = source};
+    auto there = std::ranges::find_if(
+        tables, [&](const CollectiveTable& other) { return AnswersTheSame(cluster, table, other); });
+    if (there == tables.end()) {
       samples.emplace_back();
+      tables.push_back(std::move(table));
+      there = std::prev(tables.end());
     }
-    samples[it->second][row.full_tensor_bytes].push_back(row.duration_ns.value);
+    samples[static_cast<std::size_t>(there - tables.begin())][row.full_tensor_bytes].push_back(
+        row.duration_ns.value);
   }
   for (std::size_t t = 0; t < tables.size(); ++t) FitPoints(samples[t], tables[t]);
   return tables;
@@ -224,25 +409,9 @@ std::vector<MatmulRow> FitMatmulShapes(std::span<const MatmulMeasurement> rows) 
   return shapes;
 }
 
-Cluster FitCluster(Cluster base, const Measurements& measurements, const std::string& source) {
-  std::vector<CollectiveMeasurement> collectives;
-  for (const CollectiveMeasurement& row : measurements.collectives) {
-    if (row.device == base.device.table_name) collectives.push_back(row);
-  }
-  if (!collectives.empty() && !base.links.empty()) {
-    base.collectives = FitCollectiveTables(collectives, base.links[0].name, source);
-    FitInnerLink(base);
-  }
-  for (ComputeRate& rate : base.device.matmul) {
-    // Nobody measured float16: its peak is bfloat16's.
-    const DType measured = rate.dtype == DType::kFloat16 ? DType::kBFloat16 : rate.dtype;
-    std::vector<MatmulMeasurement> matmuls;
-    for (const MatmulMeasurement& row : measurements.matmuls) {
-      if (row.device == base.device.table_name && row.dtype == measured) matmuls.push_back(row);
-    }
-    if (!matmuls.empty()) rate.shapes = FitMatmulShapes(matmuls);
-  }
-  return base;
+Result<ClusterFit> FitCluster(Cluster base, const Measurements& measurements, const std::string& source,
+                              const std::string& device) {
+  return Fit(std::move(base), device).Run(measurements, source);
 }
 
 }  // namespace shardplan

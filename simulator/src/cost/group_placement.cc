@@ -129,4 +129,24 @@ std::vector<GroupPlacement> PlaceGroups(const Cluster& cluster, const Communicat
   return census.Placements();
 }
 
+GroupPlacement PlaceTable(const Cluster& cluster, std::int64_t ranks, std::int64_t nodes,
+                          std::int64_t concurrent_groups) {
+  const std::int64_t node = std::max<std::int64_t>(1, cluster.ranks_per_node);
+  GroupPlacement place;
+  if (nodes > 0) {
+    place.nodes = std::min(nodes, ranks);
+    place.most_in_node = (ranks - 1) / place.nodes + 1;
+    place.fewest_in_node = ranks / place.nodes;
+  } else {
+    place.nodes = (ranks - 1) / node + 1;
+    place.most_in_node = std::min(ranks, node);
+    place.fewest_in_node = ranks - (place.nodes - 1) * node;
+  }
+  const std::int64_t room = std::max<std::int64_t>(1, node / place.most_in_node);
+  place.concurrent_groups = std::min(concurrent_groups, room);
+  const std::int64_t pod = cluster.links.size() > 1 ? cluster.links[1].pod_nodes : 0;
+  place.beyond_pod = pod > 0 && place.nodes > pod;
+  return place;
+}
+
 }  // namespace shardplan

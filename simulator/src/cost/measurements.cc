@@ -9,14 +9,27 @@
 #include <charconv>
 #include <utility>
 
+#include "cost/collective_model.h"
+#include "cost/nccl_tests.h"
+
 namespace shardplan {
 namespace {
 
 constexpr std::int64_t kMostValue = std::int64_t{1} << 53;
-constexpr std::array<std::pair<std::string_view, CollectiveKind>, 3> kCollectiveNames = {
-    {{"all-gather", CollectiveKind::kAllGather},
-     {"reduce-scatter", CollectiveKind::kReduceScatter},
-     {"all-reduce", CollectiveKind::kAllReduce}}};
+constexpr std::array<std::pair<std::string_view, MeasuredCollective>, 5> kCollectiveNames = {
+    {{"all-gather", MeasuredCollective::kAllGather},
+     {"reduce-scatter", MeasuredCollective::kReduceScatter},
+     {"all-reduce", MeasuredCollective::kAllReduce},
+     {"all-to-all", MeasuredCollective::kAllToAll},
+     {"send-recv", MeasuredCollective::kSendRecv}}};
+// The name of a device in tables, and the names that its driver gives.
+constexpr std::array<std::pair<std::string_view, std::string_view>, 6> kDriverNames = {
+    {{"h100-sxm", "NVIDIA H100 80GB HBM3"},
+     {"h200", "NVIDIA H200"},
+     {"b200", "NVIDIA B200"},
+     {"gb200-nvl72", "NVIDIA GB200"},
+     {"a100-sxm", "NVIDIA A100-SXM4-80GB"},
+     {"a100-sxm", "NVIDIA A100-SXM4-40GB"}}};
 constexpr std::array<std::pair<std::string_view, DType>, 6> kMatmulDTypes = {{{"bf16", DType::kBFloat16},
                                                                               {"f16", DType::kFloat16},
                                                                               {"f32", DType::kFloat32},
@@ -153,6 +166,14 @@ class CsvReader {
     if (row.ranks > kMostRanks)
       return Wrong("ranks_per_group is too large", Cell("ranks_per_group"),
                    fmt::format("{} or less", kMostRanks));
+    if (Column("nodes") >= 0) {
+      const Result<std::int64_t> nodes = Number("nodes");
+      if (!nodes) return std::unexpected(nodes.error());
+      if (*nodes > row.ranks)
+        return Wrong("the group is on more nodes than it has ranks", Cell("nodes"),
+                     fmt::format("{} or less", row.ranks));
+      row.nodes = *nodes;
+    }
     made_.collectives.push_back(std::move(row));
     return {};
   }
@@ -185,7 +206,47 @@ class CsvReader {
 
 }  // namespace
 
-Result<Measurements> ParseMeasurements(std::string_view text) { return CsvReader().Read(text); }
+std::string_view Name(MeasuredCollective kind) {
+  return kCollectiveNames[static_cast<std::size_t>(kind)].first;  // in the order of the kinds
+}
+
+std::optional<MeasuredCollective> MeasuredCollectiveOf(std::string_view program) {
+  return internal::KindOfProgram(program);
+}
+
+std::optional<CollectiveKind> PlannedKind(MeasuredCollective kind) {
+  switch (kind) {
+    case MeasuredCollective::kAllGather:
+      return CollectiveKind::kAllGather;
+    case MeasuredCollective::kReduceScatter:
+      return CollectiveKind::kReduceScatter;
+    case MeasuredCollective::kAllReduce:
+      return CollectiveKind::kAllReduce;
+    case MeasuredCollective::kAllToAll:
+    case MeasuredCollective::kSendRecv:
+      return std::nullopt;
+  }
+  return std::nullopt;
+}
+
+bool IsDevice(std::string_view name_in_table, const Device& device) {
+  if (name_in_table == device.table_name) return true;
+  return std::ranges::any_of(kDriverNames, [&](const auto& names) {
+    return names.first == device.table_name && names.second == name_in_table;
+  });
+}
+
+Result<Measurements> ParseMeasurements(std::string_view text, const ReadOptions& options) {
+  return internal::IsNcclTests(text) ? internal::ReadNcclTests(text, options) : CsvReader().Read(text);
+}
+
+Result<CollectiveCost> PredictCollective(const Cluster& cluster, const CollectiveMeasurement& row) {
+  const GroupPlacement place = PlaceTable(cluster, row.ranks, row.nodes, row.concurrent_groups);
+  if (const std::optional<CollectiveKind> kind = PlannedKind(row.kind))
+    return MakeCostModel(cluster)->Collective({*kind, row.ranks, {&place, 1}, row.full_tensor_bytes});
+  return internal::ModelledExchange(cluster, row.kind == MeasuredCollective::kAllToAll, row.ranks, place,
+                                    row.full_tensor_bytes);
+}
 
 OperatorEvent OperatorOf(const MatmulMeasurement& row) {
   const std::int64_t element = SizeBytes(row.dtype);

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from adapter_workers import DEVICE
 from auto_dynamic import DYNAMIC, dynamic, searched_meanwhile
+from auto_losses import LOSSES, backwards_inside_the_loss
 from auto_porting import PORTING
 from equivalence import largest_difference, whole
 from equivalence_models import Mlp
@@ -439,6 +440,8 @@ def run(names: list[str], folder: str) -> dict[str, object]:
                 results[name] = setter(name.removeprefix("setter:"))
             elif name.startswith("dynamic:"):
                 results[name] = dynamic(name.removeprefix("dynamic:"))
+            elif name.startswith("loss:"):
+                results[name] = backwards_inside_the_loss(name.removeprefix("loss:"))
             elif name in ("other_order", "optimized"):
                 results[name] = globals()[name](str(pathlib.Path(folder) / name))
             else:
@@ -449,4 +452,4 @@ def run(names: list[str], folder: str) -> dict[str, object]:
     return results
 
 
-NAMES = [*(function.__name__ for function in FEATURES), "other_order", "optimized", *(f"setter:{name}" for name in SETTERS), *(f"dynamic:{name}" for name in DYNAMIC)]
+NAMES = [*(function.__name__ for function in FEATURES), "other_order", "optimized", *(f"setter:{name}" for name in SETTERS), *(f"dynamic:{name}" for name in DYNAMIC), *(f"loss:{name}" for name in LOSSES)]

@@ -7,11 +7,13 @@ import math
 import random
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from conftest import build_folder
 
 COMMAND = build_folder() / "bin" / "shardplan"
+ROOT = Path(__file__).resolve().parents[3]
 COLLECTIVE_COLUMNS = ["device", "collective", "concurrent_groups", "ranks_per_group", "full_tensor_bytes", "duration_ns"]
 MATMUL_COLUMNS = ["device", "dtype", "batch", "m", "n", "k", "duration_ns"]
 SEED = 20261
@@ -121,6 +123,99 @@ def test_a_cluster_is_fitted_and_predicts_what_it_is_from(tmp_path):
     assert fitted["links"][0]["latency_ns"] == pytest.approx(3_000, rel=0.05)
     again = cost(table(tmp_path / "own.csv", COLLECTIVE_COLUMNS, ring_rows()), "--cluster", out)
     assert errors(again.stdout)["from 16 MiB"][1] == 0
+
+
+def fit(tmp_path, rows, *arguments, base="h100_sxm_64", columns=COLLECTIVE_COLUMNS):
+    out = tmp_path / "mine.json"
+    done = cost(table(tmp_path / "rows.csv", columns, rows), "--fit", base, "-o", out, *arguments)
+    return done, (json.loads(out.read_text()) if done.returncode == 0 else None)
+
+
+def shipped(name="h100_sxm_64"):
+    return json.loads((ROOT / "tools/clusters" / f"{name}.json").read_text())
+
+
+def ring_of(kind, ranks, nodes=1):
+    """Rows of a slow machine."""
+    return [["h100-sxm", kind, 1, ranks, 1 << power, 100_000 + (1 << power) // (50 // nodes)] for power in range(20, 34)]
+
+
+def test_rows_of_another_device_are_refused_or_taken(tmp_path):
+    rows = [["my_nodes", "all-reduce", 1, 8, 1 << power, 200_000 + (1 << power) // 100] for power in (24, 27, 30)]
+    done, _ = fit(tmp_path, rows)
+    assert done.returncode == 3 and not (tmp_path / "mine.json").exists()
+    assert "my_nodes" in done.stderr and "h100-sxm" in done.stderr and "--device" in done.stderr
+    done, document = fit(tmp_path, rows, "--device", "my_nodes")
+    assert done.returncode == 0, done.stderr
+    assert document["device"]["table_name"] == "my_nodes"
+    (measured,) = [t for t in document["collectives"] if t["kind"] == "all_reduce" and t["ranks"] == 8]
+    assert [p["duration_ns"] for p in measured["points"]] == [row[-1] for row in rows]
+    # Some of them: the others are named.
+    done, _ = fit(tmp_path, [["h100-sxm", *rows[0][1:]], *rows])
+    assert done.returncode == 0 and "passed over  3 rows of device my_nodes" in done.stdout
+    matmuls, _ = fit(tmp_path, [["abacus", "bf16", 1, 256, 256, 256, 9_000]], columns=MATMUL_COLUMNS)
+    assert matmuls.returncode == 3 and "abacus" in matmuls.stderr
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("all-reduce", 16), ("all-gather", 32), ("reduce-scatter", 4), ("all-gather", 2)])
+def test_what_nobody_measured_stays(tmp_path, kind, ranks):
+    rows = ring_of(kind, ranks, max(1, ranks // 8))
+    done, document = fit(tmp_path, rows)
+    assert done.returncode == 0, done.stderr
+    base = shipped()
+    changed = [t for t in document["collectives"] if t not in base["collectives"]]
+    assert len(changed) == 1 and changed[0]["ranks"] == ranks
+    assert changed[0]["link"] == ("network" if ranks > 8 else "nvlink")
+    assert changed[0].get("nodes", 1) == max(1, ranks // 8)
+    document["collectives"] = base["collectives"]
+    assert document == base  # neither links nor rates
+    # The cost model finds the table, by the rule that put it there.
+    again = cost(tmp_path / "rows.csv", "--cluster", tmp_path / "mine.json")
+    assert errors(again.stdout)["from 16 MiB"][1] == 0 and f"measured {ranks} ranks" in again.stdout
+    for line in ("changed", "stayed", "step"):
+        assert re.search(f"^{line} ", done.stdout, re.M), done.stdout
+    # Nine tables of two, four and eight ranks (the rows are of one group at once, those of two and four are not), and two links.
+    assert len(re.findall("^stayed +all_|^stayed +reduce_", done.stdout, re.M)) == 9 and len(re.findall("^stayed +link", done.stdout, re.M)) == 2
+
+
+def test_a_fit_says_how_the_step_of_a_node_moved(tmp_path):
+    pattern = r"on (\d+) ranks: ([\d.]+) ms, was ([\d.]+) ms \(([-+][\d.]+) %\)"
+    done, _ = fit(tmp_path, ring_of("all-reduce", 16, 2))
+    assert [(r, by) for r, _, _, by in re.findall(pattern, done.stdout)] == [("8", "+0.0"), ("64", "+0.0")]
+    # A tenth of the rate inside a node is felt on its ranks; the figure is that of simulate.
+    done, _ = fit(tmp_path, ring_of("all-gather", 8) + ring_of("reduce-scatter", 8), base="h100_sxm_8")
+    ((ranks, is_now, was, by),) = re.findall(pattern, done.stdout)
+    assert ranks == "8" and float(by) > 5
+    trace = ROOT / "tools/clusters/reference/llama_4_layers.json"
+    for cluster, step in (("h100_sxm_8", was), (tmp_path / "mine.json", is_now)):
+        plan = tmp_path / "plan.json"
+        arguments = [COMMAND, "plan", trace, "--cluster", cluster, "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "-o", plan, "-q"]
+        assert subprocess.run(arguments).returncode == 0
+        told = subprocess.run([COMMAND, "simulate", plan], capture_output=True, text=True).stdout
+        assert f"{step} ms" in re.search("^  step .*$", told, re.M)[0], told
+
+
+def test_the_rows_of_known_devices_are_reported_beside_unknown_ones(tmp_path):
+    rows = [["h100-sxm", "all-gather", 1, 8, 1 << 24, 150_000], ["my_nodes", "all-gather", 1, 8, 1 << 24, 150_000]]
+    done = cost(table(tmp_path / "c.csv", COLLECTIVE_COLUMNS, rows))
+    assert done.returncode == 0, done.stderr
+    assert errors(done.stdout)["from 16 MiB"][0] == 1
+    assert "no shipped cluster is of my_nodes: 1 rows" in done.stdout
+    matmuls = [["h100-sxm", "bf16", 1, 512, 512, 512, 9_000], ["my_nodes", "bf16", 1, 512, 512, 512, 9_000]]
+    done = cost(table(tmp_path / "m.csv", MATMUL_COLUMNS, matmuls))
+    assert done.returncode == 0 and "my_nodes: 1 rows" in done.stdout and errors(done.stdout)["bfloat16"][0] == 1
+
+
+def test_a_group_over_nodes_is_predicted_where_it_lies(tmp_path):
+    rows = [["h100-sxm", "all-reduce", 1, 16, 1 << 30, 7_000_000], ["h100-sxm", "all-to-all", 1, 16, 1 << 30, 7_000_000], ["h100-sxm", "send-recv", 1, 8, 1 << 30, 7_000_000]]
+    done = cost(table(tmp_path / "c.csv", COLLECTIVE_COLUMNS, rows))
+    assert done.returncode == 0, done.stderr
+    assert [" ".join(line.split()[8:10]) for line in done.stdout.splitlines()[1:4]] == ["alpha-beta network", "alpha-beta network", "alpha-beta nvlink"]
+    columns = [*COLLECTIVE_COLUMNS, "nodes"]
+    done = cost(table(tmp_path / "n.csv", columns, [["h100-sxm", "all-gather", 1, 8, 1 << 30, 7_000_000, 2]]))
+    assert "network" in done.stdout and done.returncode == 0
+    done = cost(table(tmp_path / "n.csv", columns, [["h100-sxm", "all-gather", 1, 8, 1 << 30, 7_000_000, 9]]))
+    assert done.returncode == 3 and "nodes" in done.stderr
 
 
 def test_shipped_devices_answer_by_the_name_of_the_tables(tmp_path):

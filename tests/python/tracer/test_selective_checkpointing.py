@@ -4,6 +4,8 @@
 import collections
 import copy
 import functools
+import importlib.metadata
+import inspect
 import json
 import random
 import subprocess
@@ -114,3 +116,49 @@ def test_the_same_operators_run_again(number, tmp_path):
     again_plan = {n: plan[n] - plain_plan[n] for n in names if plan[n] != plain_plan[n]}
     assert again_plan, "something runs again"
     assert again_plan == again_real, f"seed {SEED}, rule {rule}: by the plan {again_plan}, by torch {again_real}"
+
+
+def torchtitans_rule(folder):
+    """What `--checkpoint-save torchtitan` amounts to."""
+    with open(folder / "t.json", "w") as file:
+        document.write(plain_trace(), file)
+    command = [COMMAND, "plan", folder / "t.json", "--checkpoint", "layers.*", "--checkpoint-save", "torchtitan", "--ranks", "1", "-q", "-o", folder / "p.json"]
+    done = subprocess.run([*command, "--write-strategy", folder / "s.json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "s.json").read_text())["checkpoint"]
+
+
+def test_torchtitans_list_is_that_of_the_installed_release(tmp_path):
+    activation_checkpoint = pytest.importorskip("torchtitan.distributed.activation_checkpoint")
+    rule = torchtitans_rule(tmp_path)
+    assert rule["early_stop"] is False
+    ours = {saved["name"]: saved.get("recompute_every", 0) for saved in rule["save"]}
+    assert {name for name, every in ours.items() if every} == {"aten.mm", "aten.linear"} and ours["aten.mm"] == ours["aten.linear"] == 2
+    theirs = {str(operator).removesuffix(".default") for operator in activation_checkpoint._get_default_save_ops()}
+    # Operators of packages that are not installed are in the source alone.
+    source = inspect.getsource(activation_checkpoint._get_default_save_ops)
+    optional = {name for name in ours if name not in theirs and name in source}
+    assert set(ours) - optional == theirs
+    assert optional <= {"torch_attn._varlen_attn", "deepep.dispatch", "deepep.combine", "hybridep.dispatch", "hybridep.combine", "inductor_compiled_code"}
+    version = importlib.metadata.version("torchtitan")
+    told = subprocess.run([COMMAND, "plan", "--help"], capture_output=True, text=True).stdout
+    assert f"release {version}" in " ".join(told.split())
+
+
+def test_the_same_operators_run_again_as_under_torchtitan(tmp_path):
+    activation_checkpoint = pytest.importorskip("torchtitan.distributed.activation_checkpoint")
+    names = {event[1] for entry in passes(plain_trace()) for event in entry["events"] if event[0] == "op"}
+    plan, plain_plan = backward_of_plan({"checkpoint": torchtitans_rule(tmp_path)}, tmp_path), backward_of_plan({}, tmp_path)
+    torch.manual_seed(1)
+    model = copy.deepcopy(Model())
+    policy = activation_checkpoint.SelectiveAC(activation_checkpoint.SelectiveAC.Config())
+    for name, block in list(model.layers.named_children()):
+        model.layers.register_module(name, policy._wrap_block(block, base_fqn=f"layers.{name}"))
+    loss = model(torch.rand(6, 32)).sum()
+    with Count() as count:
+        loss.backward()
+    real, plain_real = count.by_name, backward_on_real_tensors({})
+    again_real = {n: real[n] - plain_real[n] for n in names if real[n] != plain_real[n]}
+    again_plan = {n: plan[n] - plain_plan[n] for n in names if plan[n] != plain_plan[n]}
+    assert again_real["aten.mm"] > 0
+    assert again_plan == again_real

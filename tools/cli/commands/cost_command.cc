@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <map>
 #include <optional>
 #include <set>
@@ -17,6 +18,7 @@
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/measurements.h"
 #include "support.h"
+#include "texts/moved_step.h"
 
 namespace shardplan::cli {
 namespace {
@@ -26,7 +28,10 @@ constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 
 struct CostArguments {
   std::vector<std::string> tables;
-  std::string cluster, leave_out, fit, output, source = "measured";
+  std::string cluster, leave_out, fit, output, source = "measured", device;
+  // Of nccl-tests.
+  std::string collective;
+  bool in_place = false;
   // Of training runs.
   std::string builder, fit_rows, figures;
   std::vector<std::string> cluster_of;
@@ -93,65 +98,109 @@ class Clusters {
  public:
   explicit Clusters(std::string named) : named_(std::move(named)) {}
 
+  // Null: no shipped document is of this device.
   Result<const Cluster*> Of(const std::string& device) {
     auto found = by_device_.find(device);
-    if (found == by_device_.end())
-      found = by_device_.emplace(device, named_.empty() ? Shipped(device) : FindCluster(named_)).first;
+    if (found == by_device_.end()) {
+      Result<std::optional<Cluster>> made = std::nullopt;
+      if (named_.empty()) {
+        made = Shipped(device);
+      } else if (Result<Cluster> cluster = FindCluster(named_); cluster) {
+        made = std::move(*cluster);
+      } else {
+        made = std::unexpected(cluster.error());
+      }
+      found = by_device_.emplace(device, std::move(made)).first;
+    }
     if (!found->second) return std::unexpected(found->second.error());
+    std::optional<Cluster>& cluster = *found->second;
+    if (!cluster) return nullptr;
     // Kernels are measured one by one, before a power limit lowers the clock.
-    found->second->device.clock_ppm = kFullClock;
-    found->second->device.spread_ppm = 0;
-    return &*found->second;
+    cluster->device.clock_ppm = kFullClock;
+    cluster->device.spread_ppm = 0;
+    return &*cluster;
   }
 
- private:
-  static Result<Cluster> Shipped(const std::string& device) {
-    std::set<std::string> known;
-    for (const std::string& name : ShippedClusters()) {
-      Result<Cluster> cluster = FindCluster(name);
-      if (!cluster) return cluster;
-      if (cluster->device.table_name == device) return cluster;
-      if (!cluster->device.table_name.empty()) known.insert(cluster->device.table_name);
-    }
+  // That no device of a table has one.
+  std::unexpected<Error> None() const {
+    std::vector<std::string> found;
+    for (const auto& [device, cluster] : by_device_) found.push_back(device);
     return std::unexpected(Error{
         .code = ErrorCode::kBadInput,
         .message =
             "no shipped cluster is of this device: --cluster names a document, --leave-out fits the rest",
-        .found = device,
-        .expected = fmt::format("one of: {}", fmt::join(known, ", "))});
+        .found = fmt::format("{}", fmt::join(found, ", ")),
+        .expected = fmt::format("one of: {}", fmt::join(known_, ", "))});
+  }
+
+ private:
+  // The smallest that has links between nodes, if one has.
+  Result<std::optional<Cluster>> Shipped(const std::string& device) {
+    std::optional<Cluster> best;
+    for (const std::string& name : ShippedClusters()) {
+      Result<Cluster> cluster = FindCluster(name);
+      if (!cluster) return std::unexpected(cluster.error());
+      if (!cluster->device.table_name.empty()) known_.insert(cluster->device.table_name);
+      if (!IsDevice(device, cluster->device)) continue;
+      const auto rank = [](const Cluster& c) { return std::pair(-std::ssize(c.links), c.ranks); };
+      if (!best || rank(*cluster) < rank(*best)) best = std::move(*cluster);
+    }
+    return best;
   }
 
   const std::string named_;
-  std::map<std::string, Result<Cluster>> by_device_;
+  std::set<std::string> known_;
+  std::map<std::string, Result<std::optional<Cluster>>> by_device_;
 };
 
-Prediction PredictCollective(const Cluster& cluster, const CollectiveMeasurement& row) {
-  const GroupPlacement place{.nodes = 1,
-                             .fewest_in_node = row.ranks,
-                             .most_in_node = row.ranks,
-                             .concurrent_groups = row.concurrent_groups};
-  const auto model = MakeCostModel(cluster);
-  const Result<CollectiveCost> cost =
-      model->Collective({row.kind, row.ranks, {&place, 1}, row.full_tensor_bytes});
-  if (!cost) return {std::nullopt, "nothing to fit to"};
+// Rows that were passed over because no shipped cluster is of their device.
+class Unknown {
+ public:
+  void Add(const std::string& device) { ++rows_[device]; }
+  std::string Lines() const {
+    std::string text;
+    for (const auto& [device, rows] : rows_) {
+      text += fmt::format("no shipped cluster is of {}: {} rows, which --cluster FILE predicts\n",
+                          Printable(device), rows);
+    }
+    return text;
+  }
+
+ private:
+  std::map<std::string, std::int64_t> rows_;
+};
+
+Prediction Predict(const Cluster& cluster, const CollectiveMeasurement& row) {
+  const Result<CollectiveCost> cost = PredictCollective(cluster, row);
+  if (!cost)
+    return {std::nullopt, cost.error().pointer.empty() || cluster.links.empty() ? "nothing to fit to"
+                                                                                : cost.error().message};
   return {cost->duration_ns, cost->source};
 }
 
-// A machine of the other rows of the device alone.
+// A machine of the other rows of the device alone, with nodes of so many ranks.
 Cluster WithoutCollective(std::span<const CollectiveMeasurement> rows, const CollectiveMeasurement& left_out,
-                          bool whole_group) {
+                          bool whole_group, std::int64_t ranks_per_node) {
   std::vector<CollectiveMeasurement> rest;
   for (const CollectiveMeasurement& row : rows) {
     if (row.device != left_out.device) continue;
     const bool same_table = row.kind == left_out.kind && row.ranks == left_out.ranks &&
-                            row.concurrent_groups == left_out.concurrent_groups;
+                            row.concurrent_groups == left_out.concurrent_groups &&
+                            row.nodes == left_out.nodes;
     const bool out = whole_group ? row.ranks == left_out.ranks
                                  : same_table && row.full_tensor_bytes == left_out.full_tensor_bytes;
     if (!out) rest.push_back(row);
   }
   Cluster cluster;
-  cluster.collectives = FitCollectiveTables(rest, "", "");
+  cluster.ranks_per_node = ranks_per_node;
+  cluster.collectives = FitCollectiveTables(rest, cluster, "");
   return cluster;
+}
+
+// As plans name it.
+std::string_view KindText(MeasuredCollective kind) {
+  const std::optional<CollectiveKind> planned = PlannedKind(kind);
+  return planned ? Name(*planned) : Name(kind);
 }
 
 std::string SizeClass(Bytes size) {
@@ -161,26 +210,39 @@ std::string SizeClass(Bytes size) {
 Result<std::string> CollectivesText(const CostArguments& options, const ReadTable& table) {
   Clusters clusters(options.cluster);
   Errors errors;
+  std::int64_t told = 0;
+  std::size_t width = 14;
+  for (const CollectiveMeasurement& row : table.rows.collectives) width = std::max(width, row.device.size());
   std::string text =
-      fmt::format("{:<14} {:<14} {:>6} {:>6} {:>12} {:>12} {:>12} {:>9}  from\n", "device", "collective",
-                  "groups", "ranks", "bytes", "measured_ns", "predicted_ns", "error");
+      fmt::format("{:<{}} {:<14} {:>6} {:>6} {:>12} {:>12} {:>12} {:>9}  from\n", "device", width,
+                  "collective", "groups", "ranks", "bytes", "measured_ns", "predicted_ns", "error");
+  Unknown unknown;
   for (const CollectiveMeasurement& row : table.rows.collectives) {
+    const Result<const Cluster*> cluster = clusters.Of(row.device);
+    if (!cluster && options.leave_out.empty()) return std::unexpected(cluster.error());
+    const Cluster* const known = cluster ? *cluster : nullptr;
     Prediction prediction;
-    if (options.leave_out.empty()) {
-      const Result<const Cluster*> cluster = clusters.Of(row.device);
-      if (!cluster) return std::unexpected(cluster.error());
-      prediction = PredictCollective(**cluster, row);
+    if (!options.leave_out.empty()) {
+      // Of a machine that nobody knows all ranks are in one node, unless the row says otherwise.
+      prediction = Predict(WithoutCollective(table.rows.collectives, row, options.leave_out == "group",
+                                             known != nullptr ? known->ranks_per_node : kMostRanks),
+                           row);
+    } else if (known != nullptr) {
+      prediction = Predict(*known, row);
     } else {
-      prediction = PredictCollective(
-          WithoutCollective(table.rows.collectives, row, options.leave_out == "group"), row);
+      unknown.Add(row.device);
+      continue;
     }
+    ++told;
     errors.Add(SizeClass(row.full_tensor_bytes), prediction.duration_ns, row.duration_ns);
-    text +=
-        fmt::format("{:<14} {:<14} {:>6} {:>6} {:>12} {:>12} {}  {}\n", Printable(row.device), Name(row.kind),
-                    row.concurrent_groups, row.ranks, row.full_tensor_bytes.value, row.duration_ns.value,
-                    ErrorText(prediction, row.duration_ns), Printable(prediction.source));
+    text += fmt::format("{:<{}} {:<14} {:>6} {:>6} {:>12} {:>12} {}  {}\n", Printable(row.device), width,
+                        KindText(row.kind), row.concurrent_groups, row.ranks, row.full_tensor_bytes.value,
+                        row.duration_ns.value, ErrorText(prediction, row.duration_ns),
+                        Printable(prediction.source));
   }
+  if (told == 0) return clusters.None();
   if (errors.unanswered() > 0) text += fmt::format("not predicted: {} rows\n", errors.unanswered());
+  text += unknown.Lines();
   return text + errors.Lines({"below 1 MiB", "1 MiB to 16 MiB", "from 16 MiB"});
 }
 
@@ -204,7 +266,8 @@ Cluster WithoutShape(Cluster cluster, std::span<const MatmulMeasurement> rows,
 Result<std::string> MatmulsText(const CostArguments& options, const ReadTable& table) {
   Clusters clusters(options.cluster);
   Errors errors;
-  std::set<std::string> dtypes;
+  std::set<std::string> dtypes, all;
+  Unknown unknown;
   std::string text = fmt::format("{:<10} {:<9} {:>5} {:>6} {:>6} {:>6} {:>12} {:>12} {:>9}\n", "device",
                                  "dtype", "batch", "m", "n", "k", "measured_ns", "predicted_ns", "error");
   for (const MatmulMeasurement& row : table.rows.matmuls) {
@@ -212,15 +275,21 @@ Result<std::string> MatmulsText(const CostArguments& options, const ReadTable& t
     Prediction prediction;
     if (options.leave_out.empty()) {
       if (!cluster) return std::unexpected(cluster.error());
+      if (*cluster == nullptr) {
+        unknown.Add(row.device);
+        continue;
+      }
       prediction.duration_ns = MakeCostModel(**cluster)->Operator(OperatorOf(row));
     } else {
       // Without a document only the measurements speak.
-      const Cluster rest = WithoutShape(cluster ? **cluster : Cluster{}, table.rows.matmuls, row);
+      const Cluster rest =
+          WithoutShape(cluster && *cluster != nullptr ? **cluster : Cluster{}, table.rows.matmuls, row);
       if (!rest.device.matmul[0].shapes.empty())
         prediction.duration_ns = MakeCostModel(rest)->Operator(OperatorOf(row));
     }
     const std::string group = fmt::format("{} {}", Printable(row.device), Name(row.dtype));
     dtypes.insert(group);
+    all.emplace(Name(row.dtype));
     errors.Add(group, prediction.duration_ns, row.duration_ns);
     errors.Add(std::string(Name(row.dtype)), prediction.duration_ns, row.duration_ns);
     text += fmt::format("{:<10} {:<9} {:>5} {:>6} {:>6} {:>6} {:>12} {}\n", Printable(row.device),
@@ -228,10 +297,10 @@ Result<std::string> MatmulsText(const CostArguments& options, const ReadTable& t
                         ErrorText(prediction, row.duration_ns));
   }
   std::vector<std::string> order(dtypes.begin(), dtypes.end());
-  std::set<std::string> all;
-  for (const MatmulMeasurement& row : table.rows.matmuls) all.emplace(Name(row.dtype));
+  if (all.empty()) return clusters.None();
   order.insert(order.end(), all.begin(), all.end());
   if (errors.unanswered() > 0) text += fmt::format("not predicted: {} rows\n", errors.unanswered() / 2);
+  text += unknown.Lines();
   return text + errors.Lines(order);
 }
 
@@ -259,8 +328,20 @@ Status FitDocument(const CostArguments& options, std::span<const ReadTable> tabl
     std::ranges::copy(table.rows.collectives, std::back_inserter(all.collectives));
     std::ranges::copy(table.rows.matmuls, std::back_inserter(all.matmuls));
   }
-  return WriteAndSay(options.output, ToJson(FitCluster(std::move(*base), all, options.source)),
-                     options.quiet);
+  const Cluster before = *base;
+  const Result<ClusterFit> fit = FitCluster(std::move(*base), all, options.source, options.device);
+  if (!fit) return std::unexpected(fit.error());
+  if (Status written = WriteAndSay(options.output, ToJson(fit->cluster), options.quiet); !written)
+    return written;
+  std::string text;
+  for (const auto& [word, lines] :
+       {std::pair{"changed", &fit->changed}, {"stayed", &fit->stayed}, {"passed over", &fit->passed_over}}) {
+    for (const std::string& line : *lines) text += fmt::format("{:<12} {}\n", word, Printable(line));
+  }
+  text += MovedStepText(before, fit->cluster);
+  if (options.output != "-") return PrintText(text);
+  if (!options.quiet) PrintError(text);  // the document is on standard output
+  return {};
 }
 
 // Predictions of training runs: a program of its own.
@@ -298,11 +379,16 @@ Status RunCost(const CostArguments& options) {
   for (const std::string& input : {options.cluster, options.fit}) inputs.push_back(input);
   if (Status checked = CheckOutputs(inputs, {{"--output", options.output}}, options.output != "-"); !checked)
     return checked;
+  if (!options.device.empty() && options.fit.empty())
+    return MakeError(ErrorCode::kUsage, "--device says whose rows --fit takes");
+  ReadOptions reading{.in_place = options.in_place};
+  if (!options.collective.empty()) reading.kind = MeasuredCollectiveOf(options.collective);
   std::vector<ReadTable> tables;
   for (const std::string& path : options.tables) {
     Result<std::string> text = ReadFile(path);
     if (!text) return std::unexpected(text.error());
-    Result<Measurements> rows = ParseMeasurements(*text);
+    reading.file_name = std::filesystem::path(path).filename().string();
+    Result<Measurements> rows = ParseMeasurements(*text, reading);
     if (!rows) {
       rows.error().file = path;
       return std::unexpected(rows.error());
@@ -332,11 +418,14 @@ void AddCostCommand(CLI::App& app, Invocation& invocation) {
       "Examples: shardplan cost collectives.csv --leave-out size\n"
       "          shardplan cost matmuls.csv --cluster h100_sxm_8\n"
       "          shardplan cost collectives.csv matmuls.csv --fit base.json -o cluster.json\n"
+      "          shardplan cost all_reduce_perf.log --fit h100_sxm_64 -o cluster.json\n"
       "          shardplan cost runs.csv --builder shardplan.runs.mpt:build\n"
       "          shardplan cost runs.csv --builder mine:build --cluster-of h100=h100_sxm --fit-rows 8 -o "
       "fitted");
   auto options = std::make_shared<CostArguments>();
-  command->add_option("TABLE", options->tables, "Comma-separated values (docs/reference/cost.md)")
+  command
+      ->add_option("TABLE", options->tables,
+                   "Comma-separated values, or what nccl-tests prints (docs/reference/cost.md)")
       ->required();
   AddFile(*command, "--cluster", options->cluster,
           "Predictions of this cluster (default: the shipped one of each row's device)");
@@ -347,6 +436,14 @@ void AddCostCommand(CLI::App& app, Invocation& invocation) {
           "(group); without its shape (products)")
       ->check(CLI::IsMember({"size", "group", "shape"}));
   AddFile(*command, "--fit", options->fit, "Fit this cluster's figures to the tables, for -o");
+  command->add_option("--device", options->device,
+                      "The rows that --fit takes: those of this device (default: of the cluster's own)");
+  command
+      ->add_option("--collective", options->collective,
+                   "What nccl-tests measured, if its text does not name the program")
+      ->check(CLI::IsMember({"all_gather", "reduce_scatter", "all_reduce", "alltoall", "sendrecv"}));
+  command->add_flag("--in-place", options->in_place,
+                    "Of nccl-tests the columns in-place (default: out-of-place)");
   AddFile(*command, "-o,--output", options->output,
           "Where to write the fitted cluster ('-': standard output); of training runs: a folder");
   AddFile(*command, "--builder", options->builder,

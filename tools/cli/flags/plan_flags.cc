@@ -11,6 +11,7 @@
 
 #include "flags/memory_budget.h"
 #include "flags/mesh_flag.h"
+#include "shardplan/planner/frameworks.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
 #include "shardplan/schemas/pytorch_version.h"
@@ -169,18 +170,6 @@ void ApplyAccumulation(const PlanFlags& flags, Strategy& strategy) {
   strategy.program = {step};
 }
 
-// What torchtitan keeps (torchtitan/distributed/activation_checkpoint.py, _op_sac_save_list): of products
-// every second is run again.
-const std::vector<SavedOperator>& SavedByTorchtitan() {
-  static const std::vector<SavedOperator> kSaved = {{"aten.mm", 2},
-                                                    {"aten._scaled_dot_product_efficient_attention", 0},
-                                                    {"aten._scaled_dot_product_flash_attention", 0},
-                                                    {"aten._scaled_dot_product_cudnn_attention", 0},
-                                                    {"_c10d_functional.reduce_scatter_tensor", 0},
-                                                    {"aten.max", 0}};
-  return kSaved;
-}
-
 Status ApplyCheckpointFlags(const PlanFlags& flags, Strategy& strategy) {
   if (!flags.checkpoint.empty()) strategy.checkpoint = CheckpointRule{.modules = flags.checkpoint};
   const bool more = flags.checkpoint_every || !flags.checkpoint_save.empty();
@@ -192,7 +181,9 @@ Status ApplyCheckpointFlags(const PlanFlags& flags, Strategy& strategy) {
   if (!flags.checkpoint_save.empty()) strategy.checkpoint->save.clear();
   for (const std::string& text : flags.checkpoint_save) {
     if (text == "torchtitan") {
-      std::ranges::copy(SavedByTorchtitan(), std::back_inserter(strategy.checkpoint->save));
+      const CheckpointRule& rule = TorchtitanSelectiveCheckpointing();
+      std::ranges::copy(rule.save, std::back_inserter(strategy.checkpoint->save));
+      strategy.checkpoint->early_stop = rule.early_stop;
       continue;
     }
     const std::size_t colon = text.rfind(':');
@@ -265,8 +256,10 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
       ->check(CLI::Range(1, 1000000));
   group.Option(
       "--checkpoint-save", flags.checkpoint_save,
-      "Operators that are not run again: NAME, or NAME:N where every N-th of a module's is; torchtitan: "
-      "those of its selective checkpointing by operator");
+      fmt::format(
+          "Operators that are not run again: NAME, or NAME:N where every N-th of a module's is; torchtitan: "
+          "those of the selective checkpointing by operator of its release {}, without an early stop",
+          kTorchtitanVersion));
   group.Option("--offload-activations", flags.offload_activations,
                "Activations of the units of these modules are in host memory between forward and backward");
   group

@@ -14,7 +14,8 @@ def contexts(rules: list[dict]) -> tuple:
     counts: collections.Counter = collections.Counter()
 
     def policy(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-        name = str(operator).rpartition(".")[0]
+        # "aten.mm" of aten.mm.default; higher-order operators have no overloads.
+        name = str(operator).rpartition(".")[0] or str(operator)
         if name not in every:
             return CheckpointPolicy.PREFER_RECOMPUTE
         counts[context.is_recompute, name] += 1

@@ -2,6 +2,7 @@
 #include "training/off_plan/fallback.h"
 
 #include <fmt/format.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <utility>
@@ -113,7 +114,9 @@ void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
     case TriggerKind::kPreBackward:
       return on_demand_.Unshard(unit, full_precision);
     case TriggerKind::kPostForward:
-      return units_[unit].in_backward ? void() : on_demand_.Reshard(unit);
+      return units_[unit].in_backward || torch::autograd::get_current_graph_task_id() != -1
+                 ? void()
+                 : on_demand_.Reshard(unit);
     case TriggerKind::kPostBackward:
       TakeGradients(unit);
       return on_demand_.Reshard(unit);
@@ -149,6 +152,7 @@ std::vector<Fallback::Seen> Fallback::Gradients(UnitId unit) const {
 
 void Fallback::EndBackward() {
   for (const UnitId unit : on_demand_.UnitsWithGradients()) TakeGradients(unit);
+  on_demand_.EndBackward();
   on_demand_.ReshardAll();
   --backwards_left_;
 }

@@ -127,6 +127,7 @@ struct CollectiveTable {
   std::int64_t ranks = 0;
   std::int64_t concurrent_groups = 1;
   std::string link;                     // Link::name
+  std::int64_t nodes = 0;               // that a group spans; 0: any number that the link is for
   std::vector<CollectivePoint> points;  // ascending bytes; interpolated in log size
   std::string source;                   // where it was measured
   // Median distance of measurements below 16 MiB from these points, which are made monotone there.

@@ -46,6 +46,14 @@ std::int64_t RanksSpanned(const Communicator& communicator);
 std::vector<GroupPlacement> PlaceGroups(const Cluster& cluster, const Communicator& communicator,
                                         std::int64_t world_size);
 
+// Where a group of `ranks` lies of which a table or a row of measurements says no more than that: ranks fill
+// one node after the other, `concurrent_groups` groups (as many of them as there is room for) share a node.
+// `nodes` above 0: the group spans so many, its ranks even among them.
+GroupPlacement PlaceTable(const Cluster& cluster, std::int64_t ranks, std::int64_t nodes,
+                          std::int64_t concurrent_groups);
+// The link whose tables answer for such a group, an index into Cluster::links.
+constexpr std::size_t LinkOf(const GroupPlacement& place) { return place.nodes > 1 ? 1 : 0; }
+
 // A collective in all groups of a communicator of `ranks` ranks at once. The slowest of them counts.
 struct CollectiveRequest {
   CollectiveKind kind = CollectiveKind::kAllGather;

@@ -2,6 +2,8 @@
 // Tables of measurements, and what is fitted to them for a cluster document (docs/reference/cost.md).
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -10,17 +12,34 @@
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/trace.h"
+#include "shardplan/simulator/cost_model.h"
 
 namespace shardplan {
+
+// What people measure: the collectives of plans, and two that no plan has.
+enum class MeasuredCollective : std::uint8_t {
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kAllToAll,
+  kSendRecv,  // each rank sends to the next one and receives from the one before
+};
+// As tables of measurements write it: "all-gather".
+std::string_view Name(MeasuredCollective kind);
+// By the name of nccl-tests' program without _perf: "all_gather", "alltoall".
+std::optional<MeasuredCollective> MeasuredCollectiveOf(std::string_view program);
+// Nothing: no plan has such a collective.
+std::optional<CollectiveKind> PlannedKind(MeasuredCollective kind);
 
 // One collective on `ranks` ranks, while `concurrent_groups` such groups run at once.
 struct CollectiveMeasurement {
   std::string device;
-  CollectiveKind kind = CollectiveKind::kAllGather;
+  MeasuredCollective kind = MeasuredCollective::kAllGather;
   std::int64_t concurrent_groups = 1;
   std::int64_t ranks = 0;
-  Bytes full_tensor_bytes;
+  Bytes full_tensor_bytes;  // as CollectivePoint has it; what a rank sends of an all-to-all and a send-recv
   Nanoseconds duration_ns;
+  std::int64_t nodes = 0;  // that a group spans; 0: as the cluster's nodes are filled (PlaceTable)
 };
 
 // batch x [m, k] x [k, n].
@@ -37,17 +56,30 @@ struct Measurements {
   std::vector<MatmulMeasurement> matmuls;
 };
 
-// Comma-separated values whose first line names the columns: device, collective, concurrent_groups,
-// ranks_per_group, full_tensor_bytes, duration_ns; or device, dtype, batch, m, n, k, duration_ns. In any
-// order; further columns are not read. kBadInput says the line as "/line/N".
-Result<Measurements> ParseMeasurements(std::string_view text);
+// What a text of nccl-tests does not say itself.
+struct ReadOptions {
+  std::optional<MeasuredCollective> kind;  // nothing: the text names the program, or the file's name does
+  std::string file_name;
+  bool in_place = false;  // the columns "in-place" instead of "out-of-place"
+};
 
-// A table for each kind, number of ranks and number of groups, in order of the measurements' first rows.
+// Comma-separated values whose first line names the columns: device, collective, concurrent_groups,
+// ranks_per_group, full_tensor_bytes, duration_ns, and `nodes` if it is there; or device, dtype, batch, m, n,
+// k, duration_ns. In any order; further columns are not read. Or what a program of nccl-tests prints
+// (nccl_tests.h). kBadInput says the line as "/line/N".
+Result<Measurements> ParseMeasurements(std::string_view text, const ReadOptions& options = {});
+
+// Whether tables call the device so, or its driver does ("NVIDIA H100 80GB HBM3").
+bool IsDevice(std::string_view name_in_table, const Device& device);
+
+// A table for each kind, number of ranks, of groups and of nodes, in order of the measurements' first rows,
+// under the link where the cost model looks for such groups (PlaceTable). Rows of kinds that no plan has, and
+// of links that the cluster lacks, give none; a cluster without any link has tables without one.
 // Below 16 MiB durations are made non-decreasing (pool adjacent violators with medians, so that one outlier
 // moves nothing but itself), and `scatter_ppm` says how far the measurements are from that; from there on
 // each size has the median of its measurements, raised to the one before.
 std::vector<CollectiveTable> FitCollectiveTables(std::span<const CollectiveMeasurement> rows,
-                                                 const std::string& link, const std::string& source);
+                                                 const Cluster& cluster, const std::string& source);
 
 // A row for each number of output elements, with a point for each inner dimension of any of them: the median
 // of the measurements, or where there is none what lies between the nearest ones of the row and of the
@@ -57,8 +89,22 @@ std::vector<MatmulRow> FitMatmulShapes(std::span<const MatmulMeasurement> rows);
 // The operator that a measurement is of, for CostModel::Operator.
 OperatorEvent OperatorOf(const MatmulMeasurement& row);
 
+// A cluster fitted to measurements, and what that did to it, in lines for people.
+struct ClusterFit {
+  Cluster cluster;
+  std::vector<std::string> changed, stayed;
+  std::vector<std::string> passed_over;  // rows, and why
+};
+
 // `base` with the tables, the link inside a node and the matrix rates that the measurements of its device
-// (Device::table_name) give. What there are no measurements of stays.
-Cluster FitCluster(Cluster base, const Measurements& measurements, const std::string& source);
+// give. `device` names the rows that are taken; "": those that IsDevice() says. A row's table goes where the
+// cost model looks for it (PlaceTable). What there are no measurements of stays. kBadInput: no row is of the
+// device.
+Result<ClusterFit> FitCluster(Cluster base, const Measurements& measurements, const std::string& source,
+                              const std::string& device = "");
+
+// The duration of a row by the cluster: as the simulator's cost of such a group; an all-to-all and a
+// send-recv from the links alone. kBadInput: nothing says it.
+Result<CollectiveCost> PredictCollective(const Cluster& cluster, const CollectiveMeasurement& row);
 
 }  // namespace shardplan

@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn as nn
 
 from shardplan.tracer.local_tensors import placements
+from shardplan.tracer.module_tree import gradient_fields
 
 from ._fit import ModelParameter, dtype_name, modules_of, parameters_of, unwrapped
 
@@ -54,6 +55,7 @@ def _parameter_entries(by_fqn: dict[str, ModelParameter], own_dims: Collection[s
         entry: dict[str, Any] = {"fqn": fqn, "shape": list(part.shape), "dtype": dtype_name(parameter.dtype)}
         if not parameter.requires_grad:
             entry["requires_grad"] = False
+        entry.update(gradient_fields(parameter))
         if others := [slot.fqn for slot in found.slots[1:]]:
             entry["shared_with"] = others
         if placed := [entry for entry in placements(parameter) if entry["mesh_dim"] not in own_dims]:
