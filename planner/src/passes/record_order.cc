@@ -277,10 +277,13 @@ class Recorder {
   // Of the outermost module that runs again. A checkpoint that is inside of the hooks of its unit (a wrapper
   // that is applied before FSDP, or one of `forward`) recomputes behind the unit's pre-backward, and runs no
   // hooks. One around a function that calls the module runs them, and may do so before that pre-backward, or
-  // behind the post-backward of another call: the parameters are sharded then.
+  // behind the post-backward of another call: the parameters are sharded then. A reentrant checkpoint, whose
+  // forward ran without gradients, is not told apart from one inside of the hooks.
   bool RunsHooks(ModuleId entry) const {
     const UnitId unit = partition_.unit_of_module[index_.canonical[entry]];
-    return unit >= 0 && !in_backward_units_.contains(unit);
+    if (unit < 0 || in_backward_units_.contains(unit)) return false;
+    const auto left = post_forwards_.find(unit);
+    return left != post_forwards_.end() && left->second.second;
   }
 
   void OnRecompute(ModuleId entry, std::int32_t position, HookPointKind kind) {
