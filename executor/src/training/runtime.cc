@@ -96,7 +96,6 @@ void Runtime::Start() {
   if (!replayer) Throw(replayer.error());
   replayer_ = std::move(*replayer);
   on_demand_.Start(*replayer_, *this, ranges_);
-  const HoldLock held(lock_);
   for (std::size_t unit = 0; unit < units_.size(); ++unit) SetGradDTypes(static_cast<UnitId>(unit), false);
 }
 
@@ -108,10 +107,10 @@ bool Runtime::Waits(UnitId unit) const {
   return planned != nullptr && (*planned)[unit] == UnitGradients::kKept;
 }
 
-// The lock is held.
 void Runtime::SetGradDTypes(UnitId unit, bool in_backward) {
   const Unit& of = plan_->units[unit];
   if (!grads_stay_as_made_ || of.layout != LayoutKind::kPerParameter) return;
+  const HoldLock held(lock_);
   const bool waits = in_backward && Waits(unit);
   for (std::size_t p = 0; p < units_[unit].parameters.size(); ++p) {
     const UnitParameter& parameter = of.parameters[p];
@@ -345,10 +344,7 @@ void Runtime::PreBackward(UnitId unit, std::int64_t run) {
     if (expected.kind != TriggerKind::kPreBackward || expected.unit != unit) return;
   }
   Pass(TriggerKind::kPreBackward, unit);
-  {
-    const HoldLock held(lock_);
-    SetGradDTypes(unit, true);
-  }
+  SetGradDTypes(unit, true);
   state.in_backward = true;
   state.backward_begun = true;
   groups_.InBackward(unit);
@@ -358,7 +354,6 @@ void Runtime::PostBackward(UnitId unit) {
   units_[unit].in_backward = false;
   groups_.InBackward(unit);
   Pass(TriggerKind::kPostBackward, unit);
-  const HoldLock held(lock_);
   SetGradDTypes(unit, false);
 }
 
@@ -397,10 +392,7 @@ void Runtime::BackwardEnd() {
     if (unit.flat) unit.flat->Finish();
   }
   groups_.EndBackward(forgets);
-  {
-    const HoldLock held(lock_);
-    for (std::size_t unit = 0; unit < units_.size(); ++unit) SetGradDTypes(static_cast<UnitId>(unit), false);
-  }
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) SetGradDTypes(static_cast<UnitId>(unit), false);
   handover_.PublishAll(/*zeros=*/fallback_.active());
   if (!fallback_.active()) CheckNoGradientIsLeft();
   // Where nobody sees the optimizer, the step is over with its last backward.

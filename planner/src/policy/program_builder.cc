@@ -33,14 +33,10 @@ bool IsStateOfUnit(const Buffer& buffer) {
 }  // namespace
 
 ProgramBuilder::ProgramBuilder(const Trace& trace, const Partition& partition, Plan& plan)
-    : trace_(trace), partition_(partition), plan_(plan) {
-  for (const std::vector<Pass>* passes : {&trace.forwards, &trace.backwards}) {
-    for (const Pass& pass : *passes) {
-      has_operators_ = has_operators_ ||
-                       std::any_of(pass.events.begin(), pass.events.end(),
-                                   [](const auto& e) { return std::holds_alternative<OperatorEvent>(e); });
-    }
-  }
+    : trace_(trace),
+      partition_(partition),
+      plan_(plan),
+      has_operators_(HasOperators(trace.forwards) || HasOperators(trace.backwards)) {
   const auto count = [&](const std::vector<Pass>& passes, std::vector<std::vector<std::int32_t>>& done,
                          std::vector<std::int32_t>& lengths) {
     for (const Pass& pass : passes) {

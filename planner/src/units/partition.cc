@@ -50,13 +50,6 @@ std::vector<std::optional<DType>> MadeGradDTypes(const Trace& trace) {
   return made;
 }
 
-bool HasOperators(const Trace& trace) {
-  return std::ranges::any_of(trace.forwards, [](const Pass& pass) {
-    return std::ranges::any_of(
-        pass.events, [](const TraceEvent& event) { return std::holds_alternative<OperatorEvent>(event); });
-  });
-}
-
 // One unit to make: the modules of one fully_shard call (one module for FSDP1).
 struct Call {
   std::vector<ModuleId> modules;
@@ -72,7 +65,7 @@ class Partitioner {
         strategy_(strategy),
         maker_(maker),
         made_grad_dtypes_(MadeGradDTypes(trace)),
-        operators_are_known_(HasOperators(trace)) {}
+        operators_are_known_(HasOperators(trace.forwards)) {}
 
   Result<Partition> Run(std::int64_t cluster_ranks) {
     if (Status s = maker_.Begin(cluster_ranks, result_); !s) return std::unexpected(s.error());
@@ -379,6 +372,13 @@ UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, Modu
     if (owner.unit == managing) return owner;
   }
   return owners.front();
+}
+
+bool HasOperators(const std::vector<Pass>& passes) {
+  return std::ranges::any_of(passes, [](const Pass& pass) {
+    return std::ranges::any_of(
+        pass.events, [](const TraceEvent& event) { return std::holds_alternative<OperatorEvent>(event); });
+  });
 }
 
 }  // namespace shardplan

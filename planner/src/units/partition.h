@@ -83,4 +83,7 @@ UnitId UnitAround(const ModelIndex& index, const Partition& partition, ModuleId 
 // own copy). Unit -1: no unit has it.
 UnitParameterRef OwnerOf(const Partition& partition, ParameterId parameter, ModuleId module);
 
+// Has any of the passes an operator? A trace of modules alone has none.
+bool HasOperators(const std::vector<Pass>& passes);
+
 }  // namespace shardplan

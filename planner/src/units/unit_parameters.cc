@@ -108,19 +108,20 @@ class ParameterKnobs {
     const auto made = [&](std::size_t p) {
       return choice_.made_grad_dtypes[p].value_or(ComputeDType(unit_, unit_.parameters[p]));
     };
+    const auto waits_in = [&](std::size_t p) {
+      return is_any(p) ? made(p) : ShardedGradDType(unit_.parameters[p]);
+    };
     std::optional<DType> promoted;
     for (std::size_t p = 0; p < unit_.parameters.size(); ++p) {
       if (!unit_.parameters[p].requires_grad) continue;
       if (is_any(p) && !mixed.reduce_dtype && !choice_.operators_are_known) {
         return Bad(
             "the grad_dtype of a parameter is None: its gradients stay as autograd makes them, which the "
-            "order of "
-            "modules does not say",
+            "order of modules does not say",
             unit_.parameters[p].fqn,
             "a reduce_dtype, a grad_dtype, or a trace with operators (shardplan trace)");
       }
-      const DType waits = is_any(p) ? made(p) : ShardedGradDType(unit_.parameters[p]);
-      promoted = promoted ? PromoteTypes(*promoted, waits) : waits;
+      promoted = promoted ? PromoteTypes(*promoted, waits_in(p)) : waits_in(p);
     }
     unit_.reduce_dtype =
         AskedReduceDType(mixed, promoted.value_or(unit_.orig_dtype), unit_.param_dtype, rules);
@@ -129,7 +130,7 @@ class ParameterKnobs {
       if (!parameter.requires_grad) continue;
       const bool any = is_any(p);
       if (!mixed.reduce_dtype && rules.gradients_keep_their_dtype) {
-        const DType waits = any ? made(p) : ShardedGradDType(parameter);
+        const DType waits = waits_in(p);
         if (waits != unit_.reduce_dtype) parameter.accumulated_grad_dtype = waits;
       }
       if (any && unit_.reduce_dtype != parameter.dtype) parameter.grad_dtype = unit_.reduce_dtype;

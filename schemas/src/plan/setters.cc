@@ -10,13 +10,15 @@ bool IsUnder(std::string_view fqn, std::string_view above) {
   return fqn.size() > above.size() && fqn.starts_with(above) && fqn[above.size()] == '.';
 }
 
+bool Reaches(const ModuleCall& call, std::string_view fqn) {
+  return call.recurse ? IsUnder(fqn, call.module) : fqn == call.module;
+}
+
 bool FlagSetOn(const Strategy& strategy, const Unit& unit, std::string_view method) {
   if (unit.modules.empty()) return false;
   bool flag = false;
   const auto note = [&](const ModuleCall& call) {
-    if (call.method != method) return;
-    const std::string& module = unit.modules.front();
-    if (call.recurse ? IsUnder(module, call.module) : module == call.module) flag = call.value.value_or(true);
+    if (call.method == method && Reaches(call, unit.modules.front())) flag = call.value.value_or(true);
   };
   for (const ModuleCall& call : strategy.setup) note(call);
   if (strategy.program.empty()) return flag;

@@ -168,10 +168,6 @@ class Choice {
   CollectiveCost best_;
 };
 
-}  // namespace
-
-namespace {
-
 Status CheckLinks(const Cluster& cluster, const GroupPlacement& place) {
   const bool crosses = LinkOf(place) > 0;
   if (cluster.links.size() > LinkOf(place)) return {};

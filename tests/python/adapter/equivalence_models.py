@@ -94,8 +94,8 @@ class Mlp(nn.Module):
         for name, parameter in self.named_parameters():
             if any(name.startswith(prefix) for prefix in frozen):
                 parameter.requires_grad_(False)
-        if dtype:
-            self.to(getattr(torch, dtype))
+        self.dtype = getattr(torch, dtype) if dtype else None
+        self.to(self.dtype)
         for part, grad_dtype in (grad_dtypes or {}).items():
             for name, parameter in self.named_parameters():
                 if part in name:
@@ -105,7 +105,7 @@ class Mlp(nn.Module):
         return self.head(x).square().mean()
 
     def forward(self, x: torch.Tensor):
-        x = self.stem(x.to(self.stem.weight.dtype))
+        x = self.stem(x if self.dtype is None else x.to(self.dtype))
         if self.scale is not None:
             x = x * self.scale
         x = Box(x) if self.boxed else x

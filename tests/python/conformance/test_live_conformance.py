@@ -137,16 +137,19 @@ def test_random_cases_are_planned_as_the_installed_pytorch_runs_them(fake, polic
     assert recorded >= len(seeds) // 2
 
 
+def assert_planned_as_run(fake, make, tmp_path) -> None:
+    recording.write(make, functools.partial(fake.record, make), tmp_path)
+    result = compare(tmp_path, make().name)
+    assert result.returncode == 0, result.stdout
+
+
 def knob_case(index: int) -> Case:
     return live_cases.cases()[index]
 
 
 @pytest.mark.parametrize("index", range(len(live_cases.cases())), ids=lambda index: live_cases.cases()[index].name)
 def test_knobs_are_planned_as_the_installed_pytorch_runs_them(fake, index, tmp_path):
-    make = functools.partial(knob_case, index)
-    recording.write(make, functools.partial(fake.record, make), tmp_path)
-    result = compare(tmp_path, make().name)
-    assert result.returncode == 0, result.stdout
+    assert_planned_as_run(fake, functools.partial(knob_case, index), tmp_path)
 
 
 def gradient_case(index: int) -> Case:
@@ -156,10 +159,7 @@ def gradient_case(index: int) -> Case:
 @pytest.mark.skipif(installed_pytorch() != "2.15", reason="of FSDP2 as it is since 2.15")
 @pytest.mark.parametrize("index", range(len(live_gradients.cases())), ids=lambda index: live_gradients.cases()[index].name)
 def test_gradients_are_planned_as_the_installed_pytorch_reduces_them(fake, index, tmp_path):
-    make = functools.partial(gradient_case, index)
-    recording.write(make, functools.partial(fake.record, make), tmp_path)
-    result = compare(tmp_path, make().name)
-    assert result.returncode == 0, result.stdout
+    assert_planned_as_run(fake, functools.partial(gradient_case, index), tmp_path)
 
 
 # ---- cases ----

@@ -147,9 +147,7 @@ class Fsdp2EventWriter {
   void NoteSync(const ModuleCall& call) {
     if (call.method != "set_requires_gradient_sync") return;
     for (std::size_t u = 0; u < plan_.units.size(); ++u) {
-      const std::string& module = plan_.units[u].modules.front();
-      const bool reached = call.recurse ? IsUnder(module, call.module) : module == call.module;
-      if (reached) reduces_[u] = call.value.value_or(true);
+      if (Reaches(call, plan_.units[u].modules.front())) reduces_[u] = call.value.value_or(true);
     }
   }
 

@@ -106,7 +106,7 @@ class ProgramBuilder {
   Plan& plan_;
   Status status_;
   std::vector<Instruction> refused_;  // instructions that are issued nowhere
-  bool has_operators_ = false;
+  const bool has_operators_;
   // By forward and by backward of the trace, and position of an event: what is done before it.
   std::vector<std::vector<std::int32_t>> done_in_forwards_, done_in_backwards_;
   SharedText reason_;

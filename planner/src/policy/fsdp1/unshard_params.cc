@@ -11,20 +11,16 @@
 
 #include "policy/fsdp1/flat_param_grad.h"
 #include "policy/fsdp1/runtime_utils.h"
+#include "shardplan/schemas/setters.h"
 
 namespace shardplan::fsdp1 {
 namespace {
-
-bool IsUnder(const std::string& fqn, const std::string& module) {
-  return module.empty() || fqn == module || fqn.starts_with(module + ".");
-}
 
 // In the order in which the contexts of the units are entered.
 std::vector<UnitId> UnitsUnder(const Context& context, const ModuleCall& call) {
   std::vector<UnitId> units;
   for (const UnitId unit : context.partition.states) {
-    const std::string& fqn = context.UnitOf(unit).fqn;
-    if (call.recurse ? IsUnder(fqn, call.module) : fqn == call.module) units.push_back(unit);
+    if (Reaches(call, context.UnitOf(unit).fqn)) units.push_back(unit);
   }
   return units;
 }

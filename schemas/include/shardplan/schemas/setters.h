@@ -11,6 +11,8 @@ namespace shardplan {
 
 // Is the module `fqn` the module `above`, or below it?
 bool IsUnder(std::string_view fqn, std::string_view above);
+// Is the call one for the module `fqn`: made on it, or on one above it with recurse?
+bool Reaches(const ModuleCall& call, std::string_view fqn);
 
 // The flag that the last call of `method` gives the unit, in the strategy's setup or, after that, in the step
 // that repeats. False: none reaches it.
