@@ -35,6 +35,7 @@ class CustomCollectives final : public executor::Collectives {
   Result<executor::CollectiveId> PrepareCollective(const executor::CollectiveSpec& spec) override;
   Status Issue(executor::CollectiveId collective, StreamId stream) override;
   Status Check() override { return inner_->Check(); }
+  std::vector<std::int64_t> Issued() const override { return inner_->Issued(); }
   void Abort(const std::string& reason) override { inner_->Abort(reason); }
 
  private:

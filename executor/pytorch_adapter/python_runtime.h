@@ -27,7 +27,8 @@ class PythonRuntime final : public executor::Runtime {
   // groups: by CommunicatorId, for evaluation.
   PythonRuntime(std::shared_ptr<const Plan> plan, std::int64_t rank,
                 std::unique_ptr<executor::TorchDevice> device, std::unique_ptr<CustomCollectives> collectives,
-                std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups);
+                std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
+                std::shared_ptr<executor::Ways> ways);
   ~PythonRuntime() override;
 
   void AddPythonParameter(UnitId unit, std::unique_ptr<PythonParameter> parameter);

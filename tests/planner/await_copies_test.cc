@@ -116,6 +116,22 @@ TEST(AwaitCopiesTest, AnEvaluationBeforeTheStepIsWaitedForOnceAndNoOtherIs) {
   }
 }
 
+TEST(AwaitCopiesTest, AnEvaluationBeforeTheStepLeavesPiecesOfBeforeIt) {
+  for (const std::size_t before : {0U, 2U, 3U}) {
+    SCOPED_TRACE("before call " + std::to_string(before));
+    Strategy strategy = Offloaded("fsdp2", Evaluating(before));
+    strategy.reshard_after_forward = 2;
+    const Result<PlannerOutput> planned =
+        MakePlan(WithEvaluation(LayeredTrace(3, 8, 8, 8)), strategy, ClusterOf(4));
+    ASSERT_TRUE(planned) << ToString(planned.error());
+    EXPECT_EQ(planned->plan.known_faults.empty(), before != 2);
+    for (const KnownFault& fault : planned->plan.known_faults) {
+      EXPECT_EQ(fault.fault, PyTorchFault::kFsdp2Outdated);
+      EXPECT_EQ(fault.rule, "wrong_value");
+    }
+  }
+}
+
 TEST(AwaitCopiesTest, AStepThatThePlanLeavesToTheUserWaitsToo) {
   for (const char* policy : {"fsdp1", "fsdp2"}) {
     Strategy strategy = Offloaded(policy, Evaluating(2));
@@ -149,11 +165,14 @@ TEST(AwaitCopiesTest, PlansOfRandomProgramsVerifyAndEveryWaitIsNeeded) {
       StepProgram& program = c.strategy.program[0];
       program.insert(program.begin() + kPlaces[random.Below(3)], kEvaluation);
     }
-    const Result<PlannerOutput> planned =
-        MakePlan(c.trace, c.strategy, ClusterOf(c.ranks), {.verify = false});
+    const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, ClusterOf(c.ranks));
     ASSERT_TRUE(planned) << ToString(planned.error()) << "\n" << ToJson(c.strategy);
-    const std::vector<Violation> violations = Verify(planned->plan);
-    ASSERT_TRUE(violations.empty()) << Explain(planned->plan, violations.front()) << ToJson(c.strategy);
+    // What an evaluation leaves in the smaller mesh's pieces is outdated by the step.
+    const auto is_outdated = [](const KnownFault& fault) {
+      return fault.fault == PyTorchFault::kFsdp2Outdated;
+    };
+    ASSERT_TRUE(std::ranges::all_of(planned->plan.known_faults, is_outdated)) << ToJson(c.strategy);
+    if (!planned->plan.known_faults.empty()) continue;
     const int of_plan = ExpectEveryWaitIsNeeded(planned->plan);
     waits += of_plan;
     without += of_plan == 0 ? 1 : 0;

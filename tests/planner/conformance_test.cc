@@ -62,7 +62,7 @@ TEST(ConformanceOfReleases, Fsdp1IsTheSameInAll) {
   }
 }
 
-TEST(ConformanceOfReleases, AllRecordingsAreThere) { EXPECT_EQ(Cases().size(), 202u); }
+TEST(ConformanceOfReleases, AllRecordingsAreThere) { EXPECT_EQ(Cases().size(), 212u); }
 
 }  // namespace
 }  // namespace shardplan::conformance

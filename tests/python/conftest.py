@@ -50,7 +50,8 @@ def on_device(command: list[str], mode: str, **environment: str) -> subprocess.C
     library = build_folder() / "tests" / "device" / "libshardplan_device.so"
     if not library.exists():
         pytest.skip(f"{library} is not built: torch has no CUDA, or the build has sanitizers")
-    own = {**os.environ, "LD_PRELOAD": str(library), "SHARDPLAN_DEVICE_MODE": mode, **environment}
+    folders = ":".join(filter(None, [str(library.parent), os.environ.get("LD_LIBRARY_PATH")]))  # torch looks for NVML there
+    own = {**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folders, "SHARDPLAN_DEVICE_MODE": mode, **environment}
     return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=300)
 
 

@@ -30,6 +30,7 @@ class PlanBuilder {
     if (replicas > 1) {
       plan_.mesh.insert(plan_.mesh.begin(), {"replicate", replicas});
       plan_.communicators.push_back({"replicate", replicas, ranks / replicas});
+      plan_.strategy.mesh = plan_.mesh;
     }
     Stream("compute");
   }

@@ -43,6 +43,13 @@ T ValueOrThrow(Result<T> result) {
   return std::move(*result);
 }
 
+// Says it at once: whoever started the ranks may end them all before a collective fails.
+std::function<void(const std::string&)> Speaker(std::int64_t rank) {
+  return [rank](const std::string& text) {
+    std::fputs(fmt::format("shardplan: rank {}: {}\n", rank, text).c_str(), stderr);
+  };
+}
+
 // cpu: collectives go through `groups` (by communicator; None where the size is 1). cuda: NCCL communicators
 // of the executor's own, made through `store`. names: of the plan's ranks, as people know them.
 std::shared_ptr<PythonRuntime> MakeRuntime(std::shared_ptr<Plan> plan, std::int64_t rank, at::Device device,
@@ -52,20 +59,24 @@ std::shared_ptr<PythonRuntime> MakeRuntime(std::shared_ptr<Plan> plan, std::int6
   const auto timeout = Milliseconds(timeout_s);
   std::unique_ptr<executor::TorchDevice> torch_device;
   std::unique_ptr<executor::Collectives> collectives;
+  std::shared_ptr<executor::Ways> ways;
+  if (store && names.size() > 1)
+    ways = std::make_shared<executor::Ways>(store, rank, names, timeout, peers, Speaker(names[rank]));
   if (device.is_cuda()) {
     torch_device = ValueOrThrow(executor::MakeCudaDevice(device.index(), memory));
     collectives = ValueOrThrow(executor::MakeNcclCollectives(
-        *torch_device, {timeout, std::move(store), plan->world_size, std::move(peers), std::move(names)}));
+        *torch_device,
+        {timeout, std::move(store), plan->world_size, std::move(peers), std::move(names), ways}));
   } else if (device.is_cpu()) {
     torch_device = executor::MakeCpuDevice(memory);
     collectives = executor::MakeProcessGroupCollectives(
-        *torch_device, {groups, timeout, std::move(store), std::move(peers), std::move(names)});
+        *torch_device, {groups, timeout, std::move(store), std::move(peers), std::move(names), ways});
   } else {
     throw std::invalid_argument("shardplan runs on cpu and cuda, not on " + device.str());
   }
   auto custom = std::make_unique<CustomCollectives>(std::move(collectives), *torch_device, groups);
   return std::make_shared<PythonRuntime>(std::move(plan), rank, std::move(torch_device), std::move(custom),
-                                         std::move(groups));
+                                         std::move(groups), std::move(ways));
 }
 
 PyRef OrEmpty(const py::object& object) { return object.is_none() ? PyRef() : PyRef::Borrow(object.ptr()); }
@@ -178,17 +189,13 @@ void SetCustomCollective(PythonRuntime& runtime, UnitId unit, bool gathers, cons
                               OrEmpty(comm));
 }
 
-// It says a death at once: whoever started the ranks may end them all before a collective fails.
 PeersPointer MakePeers(StorePointer store, std::int64_t rank, std::int64_t ranks,
                        std::optional<std::int64_t> store_rank) {
   executor::PeersOptions options = {.store = std::move(store),
                                     .rank = rank,
                                     .ranks = ranks,
                                     .store_rank = store_rank,
-                                    .speak = [rank](const std::string& text) {
-                                      std::fputs(fmt::format("shardplan: rank {}: {}\n", rank, text).c_str(),
-                                                 stderr);
-                                    }};
+                                    .speak = Speaker(rank)};
   return std::make_shared<executor::Peers>(std::move(options));
 }
 
@@ -279,6 +286,8 @@ void BindRuntime(py::module_& module) {
       .def("set_is_last_backward", &PythonRuntime::SetIsLastBackward, py::arg("value"))
       .def("abandon", &PythonRuntime::Abandon)
       .def("restart", &PythonRuntime::Restart)
+      .def("alike", &PythonRuntime::Alike, py::arg("number"))
+      .def("tell", &PythonRuntime::Tell, py::arg("text"))
       .def("show_shards", &PythonRuntime::ShowShards, py::arg("show"))
       .def_property_readonly("deviation",
                              [](const PythonRuntime& runtime) { return runtime.fallback().deviation(); })

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "binding/plan_binding.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -64,10 +66,20 @@ void BindUnits(py::module_& module) {
       .def_readonly("shape", &UnitParameter::shape)
       .def_property_readonly("dtype", [](const UnitParameter& p) { return std::string(Name(p.dtype)); })
       .def_readonly("requires_grad", &UnitParameter::requires_grad)
-      .def_property_readonly("grad_dtype",
+      .def_property_readonly("grad_dtype", [](const UnitParameter& p) { return OptionalName(p.grad_dtype); })
+      .def_property_readonly("made_grad_dtype",
+                             [](const UnitParameter& p) { return OptionalName(p.made_grad_dtype); })
+      .def_property_readonly("placements",
                              [](const UnitParameter& p) {
-                               return p.grad_dtype ? std::optional(std::string(Name(*p.grad_dtype)))
-                                                   : std::nullopt;
+                               py::list placements;
+                               for (const ParameterPlacement& placement : p.placements) {
+                                 py::dict fields(py::arg("mesh_dim") = placement.mesh_dim,
+                                                 py::arg("size") = placement.size,
+                                                 py::arg("dim") = placement.dim);
+                                 if (placement.grad_partial) fields["grad_partial"] = true;
+                                 placements.append(fields);
+                               }
+                               return placements;
                              })
       .def_readonly("shard_dim", &UnitParameter::shard_dim)
       .def_readonly("gathered", &UnitParameter::gathered)
@@ -124,6 +136,33 @@ void BindStrategy(py::module_& module) {
 
 }  // namespace
 
+// Equal for plans whose ranks meet each other in every collective: which parameters of which unit, in which
+// order and size.
+std::string DigestOfCollectives(const Plan& plan) {
+  std::string text = fmt::format("{}", plan.steady_step);
+  const auto add = [&](BufferId id) {
+    if (id < 0) return;
+    const Buffer& buffer = plan.buffers[id];
+    text += fmt::format(" {} {} {} {}", buffer.unit, Name(buffer.role), Name(buffer.dtype),
+                        fmt::join(buffer.parameters, ","));
+    for (const Bytes part : buffer.parts_bytes) text += fmt::format(" {}", part.value);
+  };
+  for (const PlanStep& step : plan.steps) {
+    text += "\n";
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        using enum InstructionKind;
+        if (i.kind != kAllGather && i.kind != kReduceScatter && i.kind != kAllReduce) continue;
+        text += fmt::format("{} {} {} {}", Name(i.kind), i.communicator, static_cast<int>(i.reduce_op),
+                            i.divisor);
+        add(i.src);
+        add(i.dst);
+      }
+    }
+  }
+  return Digest(text);
+}
+
 void BindPlan(py::module_& module) {
   BindUnits(module);
   BindStrategy(module);
@@ -141,6 +180,7 @@ void BindPlan(py::module_& module) {
                              })
       .def_property_readonly("json", [](const Plan& plan) { return ToJson(plan); })
       .def_property_readonly("digest", [](const Plan& plan) { return Digest(ToJson(plan)); })
+      .def_property_readonly("digest_of_collectives", &DigestOfCollectives)
       .def_property_readonly("pytorch", &ReleaseOf)
       .def_property_readonly("strategy_json", [](const Plan& plan) { return ToJson(plan.strategy); })
       .def_property_readonly("cluster_json", [](const Plan& plan) { return ToJson(plan.cluster); })

@@ -35,6 +35,7 @@ class PythonParameter final : public executor::ModelParameter {
   bool requires_grad() const override { return shard().requires_grad(); }
   at::Tensor& sharded_grad() const override { return shard().mutable_grad(); }
   at::Tensor& unsharded_grad() const override { return unsharded_.mutable_grad(); }
+  void SetGradDType(std::optional<at::ScalarType> dtype) override { unsharded_.set_grad_dtype(dtype); }
   at::Tensor LocalGradient() const override;
   Status BindUnsharded() override;
   Status BindSharded() override;

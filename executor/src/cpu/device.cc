@@ -120,6 +120,10 @@ Status CpuDevice::BeforeFree(BufferId buffer, std::span<const StreamId>) {
 Status CpuDevice::Copy(CopyId id, StreamId stream) {
   if (Status status = BeginWork(stream); !status) return status;
   const CopySpec& spec = copy(id);
+  if (ReadsAsMade(spec)) {
+    CopyAsMade(spec);
+    return {};
+  }
   CopyOnHost(spec, Pointers(spec.src), Pointers(spec.dst));
   return {};
 }
@@ -127,6 +131,10 @@ Status CpuDevice::Copy(CopyId id, StreamId stream) {
 Status CpuDevice::Accumulate(CopyId id, StreamId stream) {
   if (Status status = BeginWork(stream); !status) return status;
   const CopySpec& spec = copy(id);
+  if (ReadsAsMade(spec)) {
+    AccumulateAsMade(spec);
+    return {};
+  }
   AccumulateOnHost(spec, Pointers(spec.src), Pointers(spec.dst));
   return {};
 }

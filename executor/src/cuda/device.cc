@@ -230,6 +230,10 @@ void CudaDevice::CopyPieces(const CopySpec& spec) {
 Status CudaDevice::Copy(CopyId id, StreamId stream) {
   c10::cuda::CUDAStreamGuard guard(streams_[std::max(stream, 0)]);
   const CopySpec& spec = copy(id);
+  if (ReadsAsMade(spec)) {
+    CopyAsMade(spec);
+    return {};
+  }
   const Split& split = splits_[id];
   if (!split.possible) {
     CopyPieces(spec);
@@ -249,6 +253,10 @@ Status CudaDevice::Copy(CopyId id, StreamId stream) {
 Status CudaDevice::Accumulate(CopyId id, StreamId stream) {
   c10::cuda::CUDAStreamGuard guard(streams_[std::max(stream, 0)]);
   const CopySpec& spec = copy(id);
+  if (ReadsAsMade(spec)) {
+    AccumulateAsMade(spec);
+    return {};
+  }
   for (const CopyRun& run : spec.runs) {
     const std::int64_t numel = run.rows * run.row_numel;
     Tensors(spec.dst)[run.dst_part]

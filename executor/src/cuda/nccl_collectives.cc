@@ -76,6 +76,7 @@ class NcclCollectives final : public Collectives {
   bool LaunchesGroups() const override { return true; }
   Status Exchange(const ByteExchange& exchange, StreamId stream) override;
   Status Check() override { return watchdog_.Check(); }
+  std::vector<std::int64_t> Issued() const override { return issued_; }
   void Abort(const std::string& reason) override {
     LeaveGroup();
     watchdog_.Abort(reason);
@@ -338,8 +339,13 @@ std::expected<bool, std::string> NcclCollectives::IsDone(const InFlight& flight)
 // done here.
 std::optional<std::string> NcclCollectives::WhyBroken() const {
   if (std::optional<std::string> broken = communicators_.IsBroken()) return broken;
-  if (!options_.peers || Clock::now() - watchdog_.in_flight().front().issued < kGone) return std::nullopt;
-  return options_.peers->Dead();
+  const InFlight& oldest = watchdog_.in_flight().front();
+  if (Clock::now() - oldest.issued < kGone) return std::nullopt;
+  if (options_.ways) {
+    const std::string here = "as planned, in " + Describe(oldest);
+    if (auto why = options_.ways->WhyInVain(CommunicatorOf(oldest), oldest.sequence, here)) return why;
+  }
+  return options_.peers ? options_.peers->Dead() : std::nullopt;
 }
 
 std::string NcclCollectives::Explain(const InFlight& flight, const std::string& reason) {

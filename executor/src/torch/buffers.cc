@@ -20,6 +20,22 @@ bool IsUnpaddedGradient(BufferRole role) {
   return role == BufferRole::kGradUnsharded || role == BufferRole::kGradUnshardedAccumulated;
 }
 
+bool MayBeAsMade(const Buffer& buffer) { return buffer.role == BufferRole::kGradUnsharded; }
+
+// combine(from, to) for every run, as matrices of its rows.
+template <typename Combine>
+void ForEachRow(const CopySpec& spec, const std::vector<at::Tensor>& src, const std::vector<at::Tensor>& dst,
+                Combine&& combine) {
+  for (const CopyRun& run : spec.runs) {
+    const at::Tensor& from = src[run.src_part];
+    const at::Tensor& to = dst[run.dst_part];
+    combine(
+        from.as_strided({run.rows, run.row_numel}, {run.src_stride, 1},
+                        from.storage_offset() + run.src_offset),
+        to.as_strided({run.rows, run.row_numel}, {run.dst_stride, 1}, to.storage_offset() + run.dst_offset));
+  }
+}
+
 std::vector<std::int64_t> ContiguousStrides(const std::vector<std::int64_t>& shape) {
   std::vector<std::int64_t> strides(shape.size(), 1);
   for (std::size_t i = shape.size(); i-- > 1;)
@@ -273,7 +289,8 @@ Status TorchBuffers::CheckPart(BufferId id, std::size_t part, const at::Tensor& 
       !plan_->units[buffer.unit].parameters[ParametersOf(*plan_, buffer)[part]].gathered.empty()) {
     return {};
   }
-  if (tensor.scalar_type() != ToScalarType(DTypeOf(id, part))) {
+  const bool as_planned = tensor.scalar_type() == ToScalarType(DTypeOf(id, part));
+  if (!as_planned && !(MayBeAsMade(buffer) && tensor.is_floating_point())) {
     return Misfit(fmt::format("part {} of {} has another dtype", part, buffer.name),
                   c10::toString(tensor.scalar_type()), std::string(Name(DTypeOf(id, part))));
   }
@@ -298,6 +315,7 @@ Status TorchBuffers::SetParts(BufferId id, std::vector<at::Tensor> parts) {
   if (id < 0 || id >= std::ssize(plan_->buffers))
     return Misfit("there is no such buffer", std::to_string(id), {});
   const Buffer& buffer = plan_->buffers[id];
+  bool is_as_made = false;
   if (parts.size() != buffer.parts_bytes.size()) {
     return Misfit(fmt::format("{} has another number of parts", buffer.name), std::to_string(parts.size()),
                   std::to_string(buffer.parts_bytes.size()));
@@ -309,13 +327,29 @@ Status TorchBuffers::SetParts(BufferId id, std::vector<at::Tensor> parts) {
       parts[i] = at::zeros({NumelOf(id, i)}, options);
     }
     if (Status status = CheckPart(id, i, parts[i]); !status) return status;
+    is_as_made =
+        is_as_made || (MayBeAsMade(buffer) && parts[i].scalar_type() != ToScalarType(DTypeOf(id, i)));
     const bool is_plain = parts[i].is_contiguous() && !parts[i].key_set().has(c10::DispatchKey::Python);
     const at::Tensor whole = is_plain ? parts[i] : parts[i].detach().contiguous();
     parts[i] = is_plain ? Alias(whole, 0, {whole.numel()}) : whole.view({-1});
   }
   slots_[id].parts = std::move(parts);
   slots_[id].alive = true;
+  slots_[id].is_as_made = is_as_made;
   return {};
+}
+
+void TorchBuffers::CopyAsMade(const CopySpec& spec) const {
+  ForEachRow(spec, slots_[spec.src].parts, slots_[spec.dst].parts,
+             [](const at::Tensor& from, const at::Tensor& to) { to.copy_(from, /*non_blocking=*/true); });
+  for (const ZeroRun& zero : spec.zeros) {
+    slots_[spec.dst].parts[zero.part].narrow(0, zero.offset, zero.numel).zero_();
+  }
+}
+
+void TorchBuffers::AccumulateAsMade(const CopySpec& spec) const {
+  ForEachRow(spec, slots_[spec.src].parts, slots_[spec.dst].parts,
+             [](const at::Tensor& from, const at::Tensor& to) { to.add_(from); });
 }
 
 at::Tensor TorchBuffers::Part(BufferId buffer, std::int32_t part) const {

@@ -58,6 +58,13 @@ class TorchBuffers : public TorchDevice {
   bool IsInArena(BufferId buffer) const { return slots_[buffer].in_arena; }
 
   const CopySpec& copy(CopyId id) const { return copies_[id]; }
+  // [Note: gradients as autograd makes them]
+  // Which dtype autograd makes a gradient in depends on the kernels: RMSNorm's weight in bfloat16 gets a
+  // float32 one from a CPU and a bfloat16 one from a GPU, and a plan is made for one of them. Where its
+  // copies would convert from the wrong dtype, these do it from the right one.
+  bool ReadsAsMade(const CopySpec& spec) const { return spec.src >= 0 && slots_[spec.src].is_as_made; }
+  void CopyAsMade(const CopySpec& spec) const;
+  void AccumulateAsMade(const CopySpec& spec) const;
 
  private:
   struct Slot {
@@ -65,6 +72,7 @@ class TorchBuffers : public TorchDevice {
     bool alive = false;
     bool keeps_storage = false;  // always the same tensors, whose storage comes and goes
     bool in_arena = false;       // alive, in the arena
+    bool is_as_made = false;     // gradients of another dtype than the plan foresaw
   };
   DType DTypeOf(BufferId buffer, std::size_t part) const;
   std::int64_t NumelOf(BufferId buffer, std::size_t part) const;

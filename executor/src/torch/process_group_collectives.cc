@@ -3,13 +3,16 @@
 #include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <exception>
 #include <optional>
+#include <stdexcept>
 
 #include "cpu/counted_memory.h"
 #include "cpu/device.h"
 #include "shardplan/executor/cpu_backend.h"
 #include "torch/arrivals.h"
+#include "torch/lookout.h"
 
 namespace shardplan::executor {
 namespace {
@@ -34,6 +37,15 @@ c10::intrusive_ptr<c10d::Work> ReduceScatter(Group& group, at::Tensor& output, a
   }
 }
 
+// A collective that is not over after the first is waited for in doubling times.
+constexpr std::chrono::milliseconds kFirstLook{20};
+constexpr std::chrono::milliseconds kLooks{640};
+
+// Another rank has left the plan.
+struct InVain : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 class ProcessGroupCollectives final : public Collectives {
  public:
   ProcessGroupCollectives(TorchDevice& device, ProcessGroupOptions options)
@@ -51,6 +63,7 @@ class ProcessGroupCollectives final : public Collectives {
   Status Issue(CollectiveId id, StreamId stream) override;
   Status Exchange(const ByteExchange& exchange, StreamId stream) override;
   Status Check() override;
+  std::vector<std::int64_t> Issued() const override { return issued_; }
   void Abort(const std::string& reason) override;
 
  private:
@@ -62,6 +75,9 @@ class ProcessGroupCollectives final : public Collectives {
   c10::intrusive_ptr<c10d::Work> Start(const Prepared& prepared);
   Status Finish(PendingCollective& pending);
   Status Failed(CollectiveId id, std::int64_t sequence, const std::exception& exception);
+  std::optional<std::string> WhyInVain(CollectiveId id, std::int64_t sequence);
+  void Wait(const PendingCollective& pending);
+  void WaitAtOnce(const PendingCollective& pending);
   Status Failed(CommunicatorId communicator, std::int64_t sequence, const std::string& what,
                 const std::exception& exception);
 
@@ -74,6 +90,8 @@ class ProcessGroupCollectives final : public Collectives {
   std::vector<Prepared> prepared_;
   std::vector<std::int64_t> issued_;  // by communicator
   std::optional<Error> failure_;
+  Lookout lookout_{kFirstLook, kLooks,
+                   [this](CollectiveId id, std::int64_t sequence) { return WhyInVain(id, sequence); }};
 };
 
 Status ProcessGroupCollectives::Prepare(const Plan& plan, std::int64_t rank) {
@@ -171,11 +189,49 @@ Status ProcessGroupCollectives::Issue(CollectiveId id, StreamId stream) {
 Status ProcessGroupCollectives::Finish(PendingCollective& pending) {
   if (failure_) return std::unexpected(*failure_);
   try {
-    if (pending.work) pending.work->wait(options_.timeout);
+    if (pending.work) Wait(pending);
+  } catch (const InVain& why) {
+    Abort(why.what());
+    return std::unexpected(*failure_);
   } catch (const std::exception& exception) {
     return Failed(pending.collective, pending.sequence, exception);
   }
   return {};
+}
+
+std::optional<std::string> ProcessGroupCollectives::WhyInVain(CollectiveId id, std::int64_t sequence) {
+  const CollectiveSpec& spec = prepared_[id].spec;
+  return options_.ways->WhyInVain(spec.communicator, sequence,
+                                  "as planned, in " + DescribeCollective(*plan_, spec, sequence));
+}
+
+// From time to time it is looked whether another rank has left the plan, and will not come.
+void ProcessGroupCollectives::Wait(const PendingCollective& pending) {
+  if (!options_.ways) return (void)pending.work->wait(options_.timeout);
+  if (prepared_[pending.collective].spec.kind == CollectiveKind::kReduceScatter) return WaitAtOnce(pending);
+  const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
+  for (auto slice = kFirstLook; std::chrono::steady_clock::now() + slice < deadline;
+       slice = std::min(2 * slice, kLooks)) {
+    try {
+      pending.work->wait(slice);
+      return;
+    } catch (const std::exception&) {
+      if (pending.work->isCompleted()) throw;
+    }
+    if (const auto why = WhyInVain(pending.collective, pending.sequence)) throw InVain(*why);
+  }
+  pending.work->wait(kFirstLook);
+}
+
+void ProcessGroupCollectives::WaitAtOnce(const PendingCollective& pending) {
+  lookout_.Begin(pending.collective, pending.sequence);
+  try {
+    pending.work->wait(options_.timeout);
+  } catch (const std::exception&) {
+    if (const auto why = lookout_.End()) throw InVain(*why);
+    throw;
+  }
+  if (const auto why = lookout_.End()) throw InVain(*why);
 }
 
 // All messages of a rank are on their way before it waits for one; those of one exchange have a tag of their

@@ -11,6 +11,8 @@
 
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/precision.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "training/failure.h"
 
 namespace shardplan::executor {
@@ -44,10 +46,15 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank, std::uniqu
                  GradientPresence(*plan_, std::move(groups)), lock_, options_.gives_up),
       fallback_(
           *plan_, order_, units_, buffer_parameters_, on_demand_,
-          [this](UnitId unit) { return Reduces(unit); }, lock_),
+          [this](UnitId unit) { return Reduces(unit); },
+          [this](const std::string& text) {
+            return options_.ways ? options_.ways->InWords(Tell(text)) : text;
+          },
+          lock_),
       handover_(*plan_, rank_, *device_, units_, buffer_parameters_, lock_),
       ranges_(*plan_),
-      groups_(*plan_) {
+      groups_(*plan_),
+      grads_stay_as_made_(RulesOf(plan_->strategy).gradients_stay_as_made) {
   for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
     const Buffer& buffer = plan_->buffers[i];
     // A flat unit may have another one in full precision.
@@ -89,6 +96,37 @@ void Runtime::Start() {
   if (!replayer) Throw(replayer.error());
   replayer_ = std::move(*replayer);
   on_demand_.Start(*replayer_, *this, ranges_);
+  const HoldLock held(lock_);
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) SetGradDTypes(static_cast<UnitId>(unit), false);
+}
+
+// Do the unit's gradients of this backward wait for a later one?
+bool Runtime::Waits(UnitId unit) const {
+  if (sync_) return !(*sync_)[unit];
+  if (fallback_.active()) return !Reduces(unit);
+  const std::vector<UnitGradients>* planned = order_.Gradients(order_.NextHooked(Position()));
+  return planned != nullptr && (*planned)[unit] == UnitGradients::kKept;
+}
+
+// The lock is held.
+void Runtime::SetGradDTypes(UnitId unit, bool in_backward) {
+  const Unit& of = plan_->units[unit];
+  if (!grads_stay_as_made_ || of.layout != LayoutKind::kPerParameter) return;
+  const bool waits = in_backward && Waits(unit);
+  for (std::size_t p = 0; p < units_[unit].parameters.size(); ++p) {
+    const UnitParameter& parameter = of.parameters[p];
+    if (!parameter.requires_grad) continue;
+    const at::Tensor& grad = units_[unit].parameters[p]->unsharded_grad();
+    const at::ScalarType accumulated = ToScalarType(AccumulatedGradDType(of, parameter));
+    const bool adds =
+        in_backward && (grad.defined() || on_demand_.IsKept(unit, static_cast<std::int32_t>(p)));
+    const bool stays = KeepsWiderGrads(of, parameter) && in_backward && (adds || !waits);
+    if (stays || (grad.defined() && grad.scalar_type() != accumulated)) {
+      units_[unit].parameters[p]->SetGradDType(std::nullopt);
+    } else {
+      units_[unit].parameters[p]->SetGradDType(accumulated);
+    }
+  }
 }
 
 at::Tensor Runtime::UnshardedView(UnitId unit, std::int32_t parameter) const {
@@ -142,7 +180,9 @@ void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
     Fire(TriggerKey(replayer_->Expected()));
   }
   if (Deviates(kind, unit)) [[unlikely]] {
-    Deviate(FoundText(kind, unit));
+    const bool same = replayer_->Expected().kind == kind && replayer_->Expected().unit == unit;
+    const bool only_missing = same && fallback_.ExtraGradient(Position()).empty();
+    if (!Deviate(FoundText(kind, unit), {}, only_missing)) return FireWithZeros();
     return fallback_.Pass(kind, unit, full_precision);
   }
   Fire({kind, unit, replayer_->Expected().microbatch});
@@ -153,15 +193,19 @@ bool Runtime::Deviates(TriggerKind kind, UnitId unit) const {
   return !fallback_.IsAsPlanned(Position(), kind, unit);
 }
 
-// A point that is the plan's next one, but without a gradient, is described by that.
+// A point that is the plan's next one, but without a gradient or with one more, is described by that.
 std::string Runtime::FoundText(TriggerKind kind, UnitId unit) const {
   const std::string text = TriggerText(*plan_, {kind, unit, replayer_->Expected().microbatch});
+  if (replayer_->Expected().kind != kind || replayer_->Expected().unit != unit) return text;
   const std::string missing = fallback_.MissingGradient(Position());
-  const bool same = replayer_->Expected().kind == kind && replayer_->Expected().unit == unit;
-  return same && !missing.empty()
-             ? fmt::format("{}, where {} got no gradient in this backward, but the plan reduces it", text,
-                           missing)
-             : text;
+  const std::string extra = missing.empty() ? fallback_.ExtraGradient(Position()) : "";
+  if (!missing.empty()) {
+    return fmt::format("{}, where {} got no gradient in this backward, but the plan reduces it", text,
+                       missing);
+  }
+  return extra.empty()
+             ? text
+             : fmt::format("{}, where {} got a gradient that the plan does not reduce", text, extra);
 }
 
 // A point that the plan has next, and why the model does not pass it, where that is known.
@@ -172,17 +216,56 @@ std::string Runtime::Explained(const std::string& expected, UnitId unit) {
   return reason.empty() ? expected : fmt::format("{}: {}", expected, reason);
 }
 
-void Runtime::Deviate(const std::string& found, const std::string& instead_of) {
+bool Runtime::Deviate(const std::string& found, const std::string& instead_of, bool only_missing) {
   const TriggerKey& next = replayer_->Expected();
   const std::string expected =
       instead_of.empty() ? Explained(TriggerText(*plan_, next), next.unit) : instead_of;
+  const std::string text = fmt::format("found {}, expected {} ({})", found, expected, Where());
+  if (options_.ways) {
+    const ReleaseLock unlocked(lock_);
+    options_.ways->Leave(collectives_->Issued(), text, fallback_.enabled());
+  }
   if (!fallback_.enabled()) {
-    throw TrainingError(
-        ErrorCode::kNegative,
-        fmt::format("the model deviates from the plan: found {}, expected {} ({}). {}; {} gives the step up",
-                    found, expected, Where(), options_.after_deviation, options_.gives_up));
+    throw TrainingError(ErrorCode::kNegative,
+                        fmt::format("the model deviates from the plan: {}. {}; {} gives the step up", text,
+                                    options_.after_deviation, options_.gives_up));
+  }
+  if (options_.ways) {
+    const PlanPosition now = Position();
+    const Whereabouts here = {.leaves = true,
+                              .may_go_on = only_missing,
+                              .place = fmt::format("{} {} {}", now.step, now.trigger, instead_of),
+                              .text = text};
+    const ReleaseLock unlocked(lock_);
+    const Result<Way> way = options_.ways->Meet(here);
+    if (!way) Throw(way.error());
+    if (*way == Way::kGoOn) return GoOnWithZeros(text);
   }
   fallback_.Begin(found, expected, *replayer_, [this] { handover_.PublishAll(/*zeros=*/false); });
+  return true;
+}
+
+// Said once.
+bool Runtime::GoOnWithZeros(const std::string& text) {
+  if (std::exchange(says_zeros_, true)) return false;
+  const HoldLock held(lock_);
+  options_.warn(
+      fmt::format("shardplan: the model deviates from the plan on this rank alone: {}. Other ranks have that "
+                  "gradient, and it is reduced with zeros of this one",
+                  text));
+  return false;
+}
+
+void Runtime::FireWithZeros() {
+  zeros_for_missing_ = true;
+  Fire(TriggerKey(replayer_->Expected()));
+  zeros_for_missing_ = false;
+}
+
+std::vector<std::string> Runtime::Tell(const std::string& text) {
+  if (!options_.ways) return {text};
+  const ReleaseLock unlocked(lock_);
+  return options_.ways->Tell(text);
 }
 
 // A forward under no_grad that is not in the plan is done on demand. Decided where it begins, for all of it.
@@ -237,9 +320,17 @@ std::vector<UnitId> Runtime::PostForward(UnitId unit) {
   return completed;
 }
 
+// A checkpoint around a function that calls the unit several times runs it again behind the post-backward of
+// a later call: it is sharded then.
 void Runtime::Recompute(TriggerKind kind, UnitId unit) {
+  UnitState& state = units_[unit];
+  const bool enters = kind == TriggerKind::kPreForward;
   const TriggerKey& expected = replayer_->Expected();
-  if (expected.kind == kind && expected.unit == unit) Pass(kind, unit);
+  const bool planned = !fallback_.active() && expected.kind == kind && expected.unit == unit;
+  const bool gathers = enters ? !state.unsharded && !plan_->units[unit].parameters.empty() && !state.flat
+                              : state.gathered_again;
+  if (planned || gathers) Pass(kind, unit);
+  state.gathered_again = enters && gathers;
 }
 
 void Runtime::PreBackward(UnitId unit, std::int64_t run) {
@@ -254,6 +345,10 @@ void Runtime::PreBackward(UnitId unit, std::int64_t run) {
     if (expected.kind != TriggerKind::kPreBackward || expected.unit != unit) return;
   }
   Pass(TriggerKind::kPreBackward, unit);
+  {
+    const HoldLock held(lock_);
+    SetGradDTypes(unit, true);
+  }
   state.in_backward = true;
   state.backward_begun = true;
   groups_.InBackward(unit);
@@ -263,6 +358,8 @@ void Runtime::PostBackward(UnitId unit) {
   units_[unit].in_backward = false;
   groups_.InBackward(unit);
   Pass(TriggerKind::kPostBackward, unit);
+  const HoldLock held(lock_);
+  SetGradDTypes(unit, false);
 }
 
 void Runtime::QueueBackwardEnd() {
@@ -283,8 +380,13 @@ void Runtime::BackwardEnd() {
   // Units none of whose inputs needed a gradient.
   while (!fallback_.active() && replayer_->Expected().kind == TriggerKind::kPostBackward) {
     const UnitId unit = replayer_->Expected().unit;
-    if (Deviates(TriggerKind::kPostBackward, unit)) break;
-    Fire(TriggerKey(replayer_->Expected()));
+    if (!Deviates(TriggerKind::kPostBackward, unit)) {
+      Fire(TriggerKey(replayer_->Expected()));
+    } else if (Deviate(FoundText(TriggerKind::kBackwardEnd, -1), {}, /*only_missing=*/true)) {
+      break;
+    } else {
+      FireWithZeros();
+    }
   }
   const bool planned = fallback_.active() || order_.IsLastBackward(order_.NextHooked(Position()));
   const bool forgets = is_last_backward_.value_or(planned);
@@ -295,6 +397,10 @@ void Runtime::BackwardEnd() {
     if (unit.flat) unit.flat->Finish();
   }
   groups_.EndBackward(forgets);
+  {
+    const HoldLock held(lock_);
+    for (std::size_t unit = 0; unit < units_.size(); ++unit) SetGradDTypes(static_cast<UnitId>(unit), false);
+  }
   handover_.PublishAll(/*zeros=*/fallback_.active());
   if (!fallback_.active()) CheckNoGradientIsLeft();
   // Where nobody sees the optimizer, the step is over with its last backward.
@@ -310,7 +416,7 @@ Status Runtime::BindUnsharded(UnitId unit, BufferId buffer) {
   for (const auto& parameter : units_[unit].parameters) {
     if (Status status = parameter->BindUnsharded(); !status) return status;
   }
-  units_[unit].unsharded = true;
+  units_[unit].unsharded = units_[unit].was_unsharded = true;
   return {};
 }
 
@@ -331,6 +437,11 @@ Status Runtime::TakeGradients(UnitId unit, BufferId buffer) {
   parts.reserve(ParametersOf(buffer).size());
   for (const std::int32_t parameter : ParametersOf(buffer)) {
     at::Tensor grad = units_[unit].parameters[parameter]->LocalGradient();
+    if (!grad.defined() && zeros_for_missing_) {
+      const auto options =
+          at::TensorOptions(ToScalarType(plan_->buffers[buffer].dtype)).device(device_->torch_device());
+      grad = at::zeros(plan_->units[unit].parameters[parameter].shape, options);
+    }
     if (!grad.defined()) {
       return MakeError(
           ErrorCode::kNegative,

@@ -20,6 +20,7 @@
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/step_recorder.h"
 #include "shardplan/executor/torch_device.h"
+#include "shardplan/executor/ways.h"
 #include "shardplan/schemas/plan.h"
 #include "training/module_groups.h"
 #include "training/off_plan/fallback.h"
@@ -54,6 +55,7 @@ struct RuntimeOptions {
   std::string_view after_freezing;               // a sentence: a parameter was frozen or unfrozen
   std::string_view gives_up;                     // the call that gives a step up
   std::function<void(const std::string&)> warn;  // tells the user
+  std::shared_ptr<Ways> ways = nullptr;          // also the collectives'; null: ranks leave a plan unasked
 };
 
 class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
@@ -157,6 +159,10 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   void Abandon();
   // The next trigger is the plan's first. Every unit is sharded, and no gradient is left to be reduced.
   void Restart();
+  // Are all ranks about to do the same, which a number stands for? Collective.
+  bool Alike(std::int64_t number) { return on_demand_.Alike(number); }
+  // What all ranks say; see Ways::Tell.
+  std::vector<std::string> Tell(const std::string& text);
   // Inside a step the modules of gathered units hold whole parameters: shows the shards, and the whole ones
   // again. For reading.
   void ShowShards(bool show);
@@ -227,13 +233,24 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   Status FireWatched(const TriggerKey& trigger);
   void BackwardEnd();
   void QueueBackwardEnd();
+  // [Note: what autograd converts gradients to]
+  // FSDPParamGroup._set_unsharded_grad_dtypes. A gradient that may be wider than its parameter stays as it is
+  // made in a backward that reduces it, or that adds to it. Elsewhere autograd converts it to the dtype in
+  // which it waits.
+  void SetGradDTypes(UnitId unit, bool in_backward);
+  bool Waits(UnitId unit) const;
   void CheckNoGradientIsLeft();
   bool InForward() const;
   bool Reduces(UnitId unit) const;
   std::string FoundText(TriggerKind kind, UnitId unit) const;
   void FollowSetters();
-  // instead_of: what the plan has; "": its next trigger.
-  void Deviate(const std::string& found, const std::string& instead_of = {});
+  // instead_of: what the plan has; "": its next trigger. only_missing: the point is the plan's, but for
+  // gradients that were not made. False: the step goes on as planned, with zeros for these, as other ranks
+  // have them.
+  bool Deviate(const std::string& found, const std::string& instead_of = {}, bool only_missing = false);
+  // The plan's next trigger, with zeros for gradients that were not made.
+  void FireWithZeros();
+  bool GoOnWithZeros(const std::string& text);  // false
   std::string Explained(const std::string& expected, UnitId unit);
   void GiveUpIfInterrupted(UnitId entered);
   bool ReducesAll() const;
@@ -262,6 +279,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   std::unique_ptr<StepRecorder> recorder_;  // null: nothing is recorded
   DeviceFacts facts_;                       // when it was made
   ModuleGroups groups_;
+  const bool grads_stay_as_made_;
   bool awaits_optimizer_ = false;
   bool reduced_all_ = false;  // the last backward
   std::int64_t backwards_ = 0;
@@ -269,6 +287,8 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   UnitId forward_root_ = kNoUnit;     // the unit entered first in the forward of the plan that is under way
   UnitId evaluation_root_ = kNoUnit;  // in the forward outside the plan
   bool backward_end_queued_ = false;
+  bool zeros_for_missing_ = false;                // see FireWithZeros
+  bool says_zeros_ = false;                       // the user knows of them
   bool optimizer_seen_ = false;                   // OptimizerSteps has been called
   std::optional<std::vector<bool>> sync_;         // by unit, once the user has set it
   std::optional<bool> is_last_backward_;          // as the user has set it

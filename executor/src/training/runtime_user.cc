@@ -122,7 +122,7 @@ bool Runtime::BeginsStep() const {
 void Runtime::CheckIsNoMicrobatch() {
   if (!awaits_optimizer_ || fallback_.active() || !at::GradMode::is_enabled()) return;
   if (replayer_->Expected().kind == TriggerKind::kUserCall && order_.NextUserCallsTakeGradients(Position()))
-    return Deviate("a forward", "finalize_backward(): this is another micro-batch");
+    return (void)Deviate("a forward", "finalize_backward(): this is another micro-batch");
   if (!optimizer_seen_) return;
   if (replayer_->Expected().kind != TriggerKind::kOptimizerStep || handover_.IsDropped()) return;
   Deviate("a forward", "optimizer.step(): this is another micro-batch");
@@ -196,6 +196,7 @@ std::string Runtime::StopRecording() {
 
 void Runtime::EndFallback() {
   const auto self = shared_from_this();
+  fallback_.CheckTogether(TriggerKind::kStepEnd, -1);
   const std::vector<UnitId> left = on_demand_.UnitsWithGradients();
   if (optimizer_seen_ && !std::ranges::all_of(left, [&](UnitId unit) { return Reduces(unit); })) {
     throw TrainingError(

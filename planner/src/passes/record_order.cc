@@ -175,6 +175,7 @@ class Recorder {
         Push(next->inputs_done ? HookPointKind::kInputsGradDone : HookPointKind::kUnitBackwardDone,
              next->unit)
             .occurrence = next->occurrence;
+        in_backward_units_.erase(next->unit);
       }
     };
     HookPoint& begin = Push(HookPointKind::kBackwardBegin, -1);
@@ -204,6 +205,7 @@ class Recorder {
     place_ = {"backward returns", SegmentPhase::kBackward};
     engine_done_ = true;
     groups_.BackwardEnd(is_last_backward_);
+    in_backward_units_.clear();
   }
 
   void FindLastGrads(std::vector<std::int32_t>& last) const {
@@ -225,6 +227,7 @@ class Recorder {
       for (const UnitId unit : hooks->second) {
         PushOfAll(HookPointKind::kPreBackward, unit);
         groups_.PreBackward(unit);
+        in_backward_units_.insert(unit);
         place_ = {"backward " + UnitName(unit), SegmentPhase::kBackward, unit};
       }
     } else if (const auto* done = std::get_if<InputsGradDoneEvent>(&event)) {
@@ -236,19 +239,20 @@ class Recorder {
       std::vector<UnitId> groups = GroupsOf(partition_, hook->second);
       for (const UnitId group : groups | std::views::reverse) Push(HookPointKind::kInputsGradDone, group);
       groups_.PostBackward(hook->second);
+      in_backward_units_.erase(hook->second);
     } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
       const UnitParameterRef owner = OwnerOf(partition_, grad->parameter, -1);
       if (!inputs_wrapped_ || owner.unit < 0 || last_grad[owner.unit] != position) return;
       Cut(position + 1);
       Push(HookPointKind::kParameterGradsDone, owner.unit);
     } else if (const auto* enter = std::get_if<RecomputeEnterEvent>(&event)) {
-      // The checkpointed module itself is inside the hooks of its unit (the wrapper is applied before FSDP,
-      // or checkpoints `forward`): only units below it see the recomputation.
       if (recomputing_.empty()) {
         Cut(position);
         backward_ =
             std::exchange(place_, {"recompute " + DisplayName(trace_.modules[enter->module].fqn),
                                    SegmentPhase::kRecompute, UnitAround(index_, partition_, enter->module)});
+        outermost_is_hooked_ = RunsHooks(enter->module);
+        if (outermost_is_hooked_) OnRecompute(enter->module, position, HookPointKind::kRecomputePreForward);
       } else {
         OnRecompute(enter->module, position, HookPointKind::kRecomputePreForward);
       }
@@ -260,12 +264,26 @@ class Recorder {
       if (!recomputing_.empty()) {
         OnRecompute(exit->module, position, HookPointKind::kRecomputePostForward);
       } else {
+        const bool leaves = std::exchange(outermost_is_hooked_, false) && !exit->stopped;
+        if (leaves) OnRecompute(exit->module, position, HookPointKind::kRecomputePostForward);
         Cut(position);
         place_ = backward_;
       }
     } else if (std::holds_alternative<BackwardEndEvent>(event)) {
       EndBackward(position);
     }
+  }
+
+  // Of the outermost module that runs again. A checkpoint that is inside of the hooks of its unit (a wrapper
+  // that is applied before FSDP, or one of `forward`) recomputes behind the unit's pre-backward, and runs no
+  // hooks. One around a function that calls the module runs them, and may do so before that pre-backward, or
+  // behind the post-backward of another call: the parameters are sharded then. A reentrant checkpoint, whose
+  // forward ran without gradients, is not told apart from one inside of the hooks.
+  bool RunsHooks(ModuleId entry) const {
+    const UnitId unit = partition_.unit_of_module[index_.canonical[entry]];
+    if (unit < 0 || in_backward_units_.contains(unit)) return false;
+    const auto left = post_forwards_.find(unit);
+    return left != post_forwards_.end() && left->second.second;
   }
 
   void OnRecompute(ModuleId entry, std::int32_t position, HookPointKind kind) {
@@ -377,7 +395,9 @@ class Recorder {
   Place backward_;                     // around a recomputation
   bool engine_done_ = false;           // the backward has passed its end
   std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
-  std::vector<Place> forwards_;        // of the units that are entered, behind what is in none
+  bool outermost_is_hooked_ = false;
+  std::set<UnitId> in_backward_units_;  // between their pre-backward and their post-backward
+  std::vector<Place> forwards_;         // of the units that are entered, behind what is in none
   GroupForwards groups_;
   bool is_last_backward_ = true;
   std::map<UnitId, std::pair<bool, bool>>

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/precision.h"
 
 namespace shardplan {
 
@@ -24,10 +25,37 @@ OptimizerMemory::OptimizerMemory(const Strategy& strategy, const Partition& part
 
 Status OptimizerMemory::Check() const {
   const bool offloads = std::ranges::any_of(partition_.units, &UnitChoice::cpu_offload);
+  if (Status s = CheckGradDTypes(); !s) return s;
   if (!optimizer_.capturable || !offloads) return {};
   return MakeInputError("/optimizer/capturable",
                         "a capturable optimizer does not step parameters in host memory", "true",
                         "no cpu_offload");
+}
+
+// torch's Adam and AdamW interpolate between a state in the parameter's dtype and the gradient; fused kernels
+// take one dtype.
+Status OptimizerMemory::CheckGradDTypes() const {
+  const bool adam = optimizer_.kind == OptimizerKind::kAdam || optimizer_.kind == OptimizerKind::kAdamW;
+  const bool fused = ImplementationOf(optimizer_) == OptimizerImplementation::kFused;
+  if (optimizer_.kind == OptimizerKind::kNone || (!adam && !fused)) return {};
+  for (const UnitChoice& choice : partition_.units) {
+    if (choice.unit.layout != LayoutKind::kPerParameter) continue;
+    for (const UnitParameter& parameter : choice.unit.parameters) {
+      if (!parameter.requires_grad || ShardedGradDType(parameter) == parameter.dtype) continue;
+      const DType found = ShardedGradDType(parameter);
+      return MakeInputError(
+          "/optimizer",
+          fmt::format(
+              "PyTorch fails here (expected dtype {} for `end` but got dtype {}): {} has gradients of "
+              "another dtype than its own (grad_dtype)",
+              Name(parameter.dtype), Name(found), parameter.fqn),
+          optimizer_.kind == OptimizerKind::kAdamW  ? "adamw"
+          : optimizer_.kind == OptimizerKind::kAdam ? "adam"
+                                                    : "a fused kernel",
+          "sgd or adafactor, not fused; or none");
+    }
+  }
+  return {};
 }
 
 std::vector<OptimizerShard> OptimizerMemory::ShardsOf(const SteppedUnit& stepped) const {

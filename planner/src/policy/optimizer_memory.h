@@ -37,6 +37,7 @@ class OptimizerMemory {
   const State& state() const { return state_; }
 
  private:
+  Status CheckGradDTypes() const;
   void AllocateStates(UnitId unit, const std::vector<OptimizerShard>& shards, StreamId stream);
   std::vector<OptimizerShard> ShardsOf(const SteppedUnit& stepped) const;
   // A shard, and where it is among the optimizer's parameters.

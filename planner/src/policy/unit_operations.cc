@@ -106,7 +106,7 @@ class UnitOperations::Impl {
         break;
       case HookPointKind::kOptimizerStep:
         trigger(TriggerKind::kOptimizerStep, "optimizer");
-        AwaitReadsOfShards();
+        for (std::size_t u = 0; u < groups_.size(); ++u) Await(static_cast<UnitId>(u));
         fsdp2::StepOptimizer(groups_, optimizer_);
         gathers_wait_ = true;
         break;
@@ -145,6 +145,7 @@ class UnitOperations::Impl {
     if (!gathered) program_.Refuse(gathered.error().message);
   }
 
+  // Where an optimizer steps, too: what is copied out later would be of before the step.
   void Await(UnitId unit) {
     fsdp2::FsdpParamGroup* group = Group(unit);
     if (group == nullptr || !group->is_gathering()) return;
@@ -248,15 +249,6 @@ class UnitOperations::Impl {
 
   void FreeKeptGather() {
     if (const auto kept = comm_ctx_.TakeAllGather()) comm_ctx_.Free(*kept);
-  }
-
-  // The optimizer writes the shards that a gather under way reads.
-  void AwaitReadsOfShards() {
-    for (const fsdp2::FsdpParamGroup* group : groups_) {
-      if (group != nullptr && group->all_gather_event() >= 0) {
-        program_.Wait(group->all_gather_event(), kCompute);
-      }
-    }
   }
 
   // The first gather after the optimizer's step waits for it, and so do those behind it on the same streams.

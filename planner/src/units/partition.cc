@@ -10,6 +10,7 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/precision.h"
 #include "shardplan/schemas/trace_check.h"
 #include "units/unit_maker.h"
 #include "units/unit_parameters.h"
@@ -35,6 +36,27 @@ std::set<ParameterId> IgnoredParameters(const Trace& trace, const Strategy& stra
   return ignored;
 }
 
+// By parameter: what autograd makes its gradient in, where a backward says so; the widest of them.
+std::vector<std::optional<DType>> MadeGradDTypes(const Trace& trace) {
+  std::vector<std::optional<DType>> made(trace.parameters.size());
+  for (const Pass& pass : trace.backwards) {
+    for (const TraceEvent& event : pass.events) {
+      const auto* grad = std::get_if<ParameterGradEvent>(&event);
+      if (grad == nullptr || !grad->dtype) continue;
+      std::optional<DType>& widest = made[grad->parameter];
+      widest = widest ? PromoteTypes(*widest, *grad->dtype) : *grad->dtype;
+    }
+  }
+  return made;
+}
+
+bool HasOperators(const Trace& trace) {
+  return std::ranges::any_of(trace.forwards, [](const Pass& pass) {
+    return std::ranges::any_of(
+        pass.events, [](const TraceEvent& event) { return std::holds_alternative<OperatorEvent>(event); });
+  });
+}
+
 // One unit to make: the modules of one fully_shard call (one module for FSDP1).
 struct Call {
   std::vector<ModuleId> modules;
@@ -45,7 +67,12 @@ struct Call {
 class Partitioner {
  public:
   Partitioner(const Trace& trace, const ModelIndex& index, const Strategy& strategy, UnitMaker& maker)
-      : trace_(trace), index_(index), strategy_(strategy), maker_(maker) {}
+      : trace_(trace),
+        index_(index),
+        strategy_(strategy),
+        maker_(maker),
+        made_grad_dtypes_(MadeGradDTypes(trace)),
+        operators_are_known_(HasOperators(trace)) {}
 
   Result<Partition> Run(std::int64_t cluster_ranks) {
     if (Status s = maker_.Begin(cluster_ranks, result_); !s) return std::unexpected(s.error());
@@ -208,6 +235,7 @@ class Partitioner {
     const UnitId id = static_cast<UnitId>(result_.units.size());
     for (const NamedParameter& named : group.parameters) AddParameter(named, id, choice);
     choice.unit.orig_dtype = trace_.compute_dtype;
+    choice.operators_are_known = operators_are_known_;
     choice.shard_size = result_.shard_size;
     choice.replicate_size = result_.replicate_size;
     const UnitRule* rule = group.rule ? &*group.rule : nullptr;
@@ -224,6 +252,8 @@ class Partitioner {
     if (!owners.empty() && owners.back().unit == id) return;  // tied inside the unit
     owners.push_back({id, static_cast<std::int32_t>(choice.unit.parameters.size())});
     choice.parameter_ids.push_back(named.parameter);
+    choice.made_grad_dtypes.push_back(made_grad_dtypes_[named.parameter]);
+    choice.any_grad_dtype.push_back(parameter.any_grad_dtype);
     choice.unit.parameters.push_back({.fqn = parameter.fqn,
                                       .shared_with = parameter.shared_with,
                                       .shape = parameter.shape,
@@ -289,6 +319,8 @@ class Partitioner {
   const ModelIndex& index_;
   const Strategy& strategy_;
   UnitMaker& maker_;
+  const std::vector<std::optional<DType>> made_grad_dtypes_;
+  const bool operators_are_known_;
   std::vector<UnitRule> rules_;
   std::vector<Call> calls_;
   std::set<ParameterId> ignored_;

@@ -18,6 +18,11 @@ struct UnitChoice {
   Unit unit;
   std::vector<ModuleId> modules;           // canonical
   std::vector<ParameterId> parameter_ids;  // of unit.parameters
+  // By parameter of the unit: what autograd makes its gradient in, where the trace says so (the widest of its
+  // backwards); whether its grad_dtype is None.
+  std::vector<std::optional<DType>> made_grad_dtypes;
+  std::vector<bool> any_grad_dtype;
+  bool operators_are_known = true;  // the trace has some: it says what autograd makes
   bool is_root = false;
   std::int32_t groups = 1;             // parameter groups of its modules; unit.parameter_group is which it is
   bool reshard_given = false;          // reshard_after_forward was an explicit argument

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "shardplan/schemas/precision.h"
 #include "units/layout.h"
@@ -92,17 +93,61 @@ class ParameterKnobs {
     return {};
   }
 
-  // Before grad_dtypes_are_kept the sharded parameter has none of its own.
-  Status SetGradDTypes(const UnitParameter* trainable) const {
+  // Before grad_dtypes_are_kept the sharded parameter has none of its own. Without a reduce dtype gradients
+  // wait in their own grad_dtype, and are reduced in what these promote to. One whose grad_dtype is None
+  // stays as autograd makes it until then, and as it was reduced after.
+  Status SetGradDTypes(const PyTorchRules& rules) const {
+    const MixedPrecision& mixed = choice_.mixed_precision;
     for (UnitParameter& parameter : unit_.parameters) {
-      if (!parameter.requires_grad || !RulesOf(strategy_).grad_dtypes_are_kept) parameter.grad_dtype.reset();
-      if (!parameter.requires_grad || parameter.grad_dtype == trainable->grad_dtype) continue;
-      return Bad(
-          "a unit whose trainable parameters have several grad_dtypes is not planned",
-          fmt::format("{} of {}", Name(parameter.grad_dtype.value_or(parameter.dtype)), parameter.fqn),
-          fmt::format("{}, as {}", Name(trainable->grad_dtype.value_or(trainable->dtype)), trainable->fqn));
+      if (!parameter.requires_grad || !rules.grad_dtypes_are_kept) parameter.grad_dtype.reset();
+      if (parameter.grad_dtype == parameter.dtype) parameter.grad_dtype.reset();
+    }
+    const auto is_any = [&](std::size_t p) {
+      return rules.grad_dtypes_are_kept && unit_.parameters[p].requires_grad && choice_.any_grad_dtype[p];
+    };
+    const auto made = [&](std::size_t p) {
+      return choice_.made_grad_dtypes[p].value_or(ComputeDType(unit_, unit_.parameters[p]));
+    };
+    std::optional<DType> promoted;
+    for (std::size_t p = 0; p < unit_.parameters.size(); ++p) {
+      if (!unit_.parameters[p].requires_grad) continue;
+      if (is_any(p) && !mixed.reduce_dtype && !choice_.operators_are_known) {
+        return Bad(
+            "the grad_dtype of a parameter is None: its gradients stay as autograd makes them, which the "
+            "order of "
+            "modules does not say",
+            unit_.parameters[p].fqn,
+            "a reduce_dtype, a grad_dtype, or a trace with operators (shardplan trace)");
+      }
+      const DType waits = is_any(p) ? made(p) : ShardedGradDType(unit_.parameters[p]);
+      promoted = promoted ? PromoteTypes(*promoted, waits) : waits;
+    }
+    unit_.reduce_dtype =
+        AskedReduceDType(mixed, promoted.value_or(unit_.orig_dtype), unit_.param_dtype, rules);
+    for (std::size_t p = 0; p < unit_.parameters.size(); ++p) {
+      UnitParameter& parameter = unit_.parameters[p];
+      if (!parameter.requires_grad) continue;
+      const bool any = is_any(p);
+      if (!mixed.reduce_dtype && rules.gradients_keep_their_dtype) {
+        const DType waits = any ? made(p) : ShardedGradDType(parameter);
+        if (waits != unit_.reduce_dtype) parameter.accumulated_grad_dtype = waits;
+      }
+      if (any && unit_.reduce_dtype != parameter.dtype) parameter.grad_dtype = unit_.reduce_dtype;
+      SetMadeGradDType(rules, made(p), any && !mixed.reduce_dtype, parameter);
     }
     return {};
+  }
+
+  // `made`: by autograd, unconverted. See [Note: dtypes of a gradient].
+  void SetMadeGradDType(const PyTorchRules& rules, DType made, bool any, UnitParameter& parameter) const {
+    if (!rules.gradients_stay_as_made) return;
+    const DType computed = ComputeDType(unit_, parameter);
+    const bool stays = any || KeepsWiderGrads(unit_, parameter);
+    const DType accumulated = AccumulatedGradDType(unit_, parameter);
+    const bool widens =
+        MayReduceOutsideDataParallel(parameter) && SizeBytes(accumulated) > SizeBytes(computed);
+    const DType left = stays ? made : widens ? accumulated : computed;
+    if (left != computed) parameter.made_grad_dtype = left;
   }
 
   // Gradients of all trainable parameters are reduced in one buffer, so these have one original dtype; frozen
@@ -120,15 +165,13 @@ class ParameterKnobs {
     }
     if (trainable == nullptr && !unit_.parameters.empty()) trainable = &unit_.parameters.front();
     if (trainable != nullptr) unit_.orig_dtype = trainable->dtype;
-    if (Status s = SetGradDTypes(trainable); !s) return s;
     unit_.param_dtype = mixed.param_dtype.value_or(unit_.orig_dtype);
     const PyTorchRules rules = RulesOf(strategy_);
-    unit_.reduce_dtype = AskedReduceDType(mixed, ShardedGradDType(unit_), unit_.param_dtype, rules);
     for (UnitParameter& parameter : unit_.parameters) {
       const DType dtype = AskedParamDType(mixed, parameter, rules);
       if (dtype != unit_.param_dtype) parameter.param_dtype = dtype;
     }
-    return {};
+    return SetGradDTypes(rules);
   }
 
   static ExtensionBuffer Resolve(const ExtensionTensor& tensor, std::int64_t numel) {

@@ -3,10 +3,10 @@
 // an index that says which tensor is in which.
 //
 // [Note: shards in safetensors]
-// torch.distributed.checkpoint's HuggingFaceStorageWriter(save_distributed=True) writes a file for each rank, without
-// an index. A tensor's name is in several of them, each with the shape of its part. Where the part lies is in the
-// header's __metadata__, as JSON in text: DCP_SHARDING_INFO, {name: {"saved_offsets": [...]}}. The whole shape is
-// nowhere: it is where the parts end. So one file says nothing of what the others have.
+// torch.distributed.checkpoint's HuggingFaceStorageWriter(save_distributed=True) writes a file for each rank,
+// without an index. A tensor's name is in several of them, each with the shape of its part. Where the part
+// lies is in the header's __metadata__, as JSON in text: DCP_SHARDING_INFO, {name: {"saved_offsets": [...]}}.
+// The whole shape is nowhere: it is where the parts end. So one file says nothing of what the others have.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -123,14 +123,17 @@ class SafetensorsReader {
     const JsonIndex info = tape.Find(metadata, "DCP_SHARDING_INFO");
     if (info == 0) return std::nullopt;
     constexpr const char* kExpected = "JSON in text: {name: {\"saved_offsets\": [...]}}";
-    if (tape[info].kind != JsonKind::kString) return Wrong(file, tape, info, "no places of shards", kExpected);
+    if (tape[info].kind != JsonKind::kString)
+      return Wrong(file, tape, info, "no places of shards", kExpected);
     const std::string text(tape.String(info));
     const Result<JsonTape> places = JsonTape::Parse(text);
-    if (!places || (*places)[0].kind != JsonKind::kObject) return Wrong(file, tape, info, "no places of shards", kExpected);
+    if (!places || (*places)[0].kind != JsonKind::kObject)
+      return Wrong(file, tape, info, "no places of shards", kExpected);
     Offsets offsets;
     for (JsonIndex key = 1; key < (*places)[0].end; key = (*places)[key + 1].end) {
       std::vector<std::int64_t> low;
-      const JsonIndex list = (*places)[key + 1].kind == JsonKind::kObject ? places->Find(key + 1, "saved_offsets") : 0;
+      const JsonIndex list =
+          (*places)[key + 1].kind == JsonKind::kObject ? places->Find(key + 1, "saved_offsets") : 0;
       if (!Integers(*places, list, low)) return Wrong(file, tape, info, "no places of shards", kExpected);
       offsets.emplace(places->String(key), std::move(low));
     }
@@ -175,8 +178,8 @@ class SafetensorsReader {
       return Wrong(file, tape, at, "a tensor behind the end of the file",
                    fmt::format("an end within {} bytes", room));
     if (numel > 0) taken.emplace_back(offsets[0], offsets[1]);
-    CheckpointPiece piece{index, data + offsets[0], std::vector<std::int64_t>(tensor.shape.size(), 0), tensor.shape,
-                          RowMajorStrides(tensor.shape)};
+    CheckpointPiece piece{index, data + offsets[0], std::vector<std::int64_t>(tensor.shape.size(), 0),
+                          tensor.shape, RowMajorStrides(tensor.shape)};
     if (places) {
       const auto place = places->find(tensor.name);
       if (place == places->end() || place->second.size() != tensor.shape.size())
@@ -216,7 +219,7 @@ class SafetensorsReader {
   }
 
   Checkpoint checkpoint_;
-  std::map<std::string, std::int32_t> names_;  // and the file that has it
+  std::map<std::string, std::int32_t> names_;   // and the file that has it
   std::map<std::string, std::size_t> sharded_;  // names of tensors in parts; where they are
   std::int64_t shards_ = 0;
 };
@@ -224,12 +227,13 @@ class SafetensorsReader {
 // One file of shards: nothing says what is in the others.
 Status CheckShards(const SafetensorsReader& reader, const std::string& path) {
   if (reader.shards() != 1) return {};
-  return std::unexpected(Error{.code = ErrorCode::kBadInput,
-                               .message = "the file has the shards of one rank, and their tensors' whole shapes are nowhere",
-                               .file = path,
-                               .pointer = "/__metadata__/DCP_SHARDING_INFO",
-                               .found = "one file of shards",
-                               .expected = "the folder with the files of all ranks"});
+  return std::unexpected(
+      Error{.code = ErrorCode::kBadInput,
+            .message = "the file has the shards of one rank, and their tensors' whole shapes are nowhere",
+            .file = path,
+            .pointer = "/__metadata__/DCP_SHARDING_INFO",
+            .found = "one file of shards",
+            .expected = "the folder with the files of all ranks"});
 }
 
 // The files of an index, each once. kBadInput: it names what lies elsewhere.

@@ -42,6 +42,12 @@ inline constexpr auto kFields<UnitParameter> = FieldList(
              "Gathered and computed in, where it is not the unit's."),
     Optional("grad_dtype", &UnitParameter::grad_dtype,
              "fsdp2 of 2.15: of the sharded gradient, where it is not the parameter's."),
+    Optional("made_grad_dtype", &UnitParameter::made_grad_dtype,
+             "fsdp2 of 2.15: what autograd leaves of its unsharded gradient, where that is not what it is "
+             "computed in."),
+    Optional("accumulated_grad_dtype", &UnitParameter::accumulated_grad_dtype,
+             "fsdp2 of 2.15: what its gradient is in while it waits for a later micro-batch, where that is "
+             "not the unit's reduce_dtype."),
     Optional("gathered", &UnitParameter::gathered,
              "All-gather extension: what one rank gathers in place of its shard."),
     Optional("unsharded", &UnitParameter::unsharded,

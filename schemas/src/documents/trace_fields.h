@@ -63,6 +63,8 @@ inline constexpr auto kFields<Parameter> = FieldList(
     Optional("requires_grad", &Parameter::requires_grad, "Whether a gradient is computed for it."),
     Optional("grad_dtype", &Parameter::grad_dtype,
              "Of its gradients (Tensor.grad_dtype), where it is not the parameter's."),
+    Optional("any_grad_dtype", &Parameter::any_grad_dtype,
+             "Its gradients stay as autograd makes them (Tensor.grad_dtype is None)."),
     Optional("shared_with", &Parameter::shared_with, "The other FQNs of a tied parameter."),
     Optional("placements", &Parameter::placements,
              "Of a DTensor parameter, outermost mesh dimension first."));
@@ -204,7 +206,9 @@ inline constexpr auto kFields<ParameterGradEvent> =
     FieldList(Required("parameter", &ParameterGradEvent::parameter, "Parameter id.").Ref(RefKind::kParameter),
               Required("storage", &ParameterGradEvent::storage, "Storage id of the gradient, or -1.")
                   .OrNone()
-                  .Storage());
+                  .Storage(),
+              Optional("dtype", &ParameterGradEvent::dtype,
+                       "As autograd makes it, where that is not what the parameter is computed in."));
 
 template <>
 inline constexpr std::string_view kTag<RecomputeEnterEvent> = "recompute_enter";
@@ -222,7 +226,9 @@ inline constexpr Definition kDefinition<RecomputeExitEvent> = {
     .says = "A checkpointed module's forward has been run again."};
 template <>
 inline constexpr auto kFields<RecomputeExitEvent> = FieldList(
-    Required("module", &RecomputeExitEvent::module, "Module: index into modules.").Ref(RefKind::kModule));
+    Required("module", &RecomputeExitEvent::module, "Module: index into modules.").Ref(RefKind::kModule),
+    Optional("stopped", &RecomputeExitEvent::stopped,
+             "Whether an early stop inside of it ends the recomputation: its hooks do not run."));
 
 template <>
 inline constexpr std::string_view kTag<BackwardEndEvent> = "backward_end";

@@ -22,13 +22,18 @@ constexpr Kind kPickle = {"a pickle of Python",
                           "--snapshot FILE` takes one"};
 constexpr Kind kZip = {"a zip file, as torch.save writes",
                        "a document; `shardplan reshard-checkpoint` takes checkpoints"};
-constexpr Kind kSafetensors = {"a file of safetensors", "a document; `shardplan reshard-checkpoint` takes checkpoints"};
-constexpr Kind kGzip = {"compressed by gzip",
-                        "a document as text; of torch.profiler's profiles `shardplan import-profile` takes it"};
-constexpr Kind kProfile = {"a profile of torch.profiler", "a document; `shardplan import-profile` makes one of it"};
+constexpr Kind kSafetensors = {"a file of safetensors",
+                               "a document; `shardplan reshard-checkpoint` takes checkpoints"};
+constexpr Kind kGzip = {
+    "compressed by gzip",
+    "a document as text; of torch.profiler's profiles `shardplan import-profile` takes it"};
+constexpr Kind kProfile = {"a profile of torch.profiler",
+                           "a document; `shardplan import-profile` makes one of it"};
 constexpr Kind kConfig = {"a model config of Hugging Face", "a document; `shardplan trace` makes one of it"};
-constexpr Kind kToml = {"TOML", "a document in JSON; settings of a job are flags of `shardplan plan`, or a strategy in JSON"};
-constexpr Kind kYaml = {"YAML", "a document in JSON; settings of a job are flags of `shardplan plan`, or a strategy in JSON"};
+constexpr Kind kToml = {
+    "TOML", "a document in JSON; settings of a job are flags of `shardplan plan`, or a strategy in JSON"};
+constexpr Kind kYaml = {
+    "YAML", "a document in JSON; settings of a job are flags of `shardplan plan`, or a strategy in JSON"};
 constexpr Kind kTable = {"a table of measurements", "a document; `shardplan cost` takes it"};
 
 bool IsWord(std::string_view text) {
@@ -59,7 +64,8 @@ bool IsToml(std::string_view line) {
     const std::size_t close = line.find(']');
     std::string_view name = line.substr(1, close == std::string_view::npos ? close : close - 1);
     if (name.starts_with('[')) name.remove_prefix(1);
-    return close != std::string_view::npos && IsWord(Trimmed(name)) && std::isdigit(static_cast<unsigned char>(Trimmed(name)[0])) == 0;
+    return close != std::string_view::npos && IsWord(Trimmed(name)) &&
+           std::isdigit(static_cast<unsigned char>(Trimmed(name)[0])) == 0;
   }
   const std::size_t equals = line.find('=');
   return equals != std::string_view::npos && IsWord(Trimmed(line.substr(0, equals)));

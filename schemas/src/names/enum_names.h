@@ -62,7 +62,7 @@ SHARDPLAN_ENUM_NAMES(PyTorchFault, "fsdp1_offloaded_gradient_replaced", "fsdp1_r
                      "fsdp1_mixed_with_reduced", "fsdp1_dropped_unreduced", "fsdp1_kept_unused",
                      "fsdp1_gradients_grow", "fsdp2_no_unshard_in_backward", "fsdp2_prefetched_by_other_root",
                      "fsdp2_divided_twice", "fsdp2_hook_input_freed", "fsdp2_group_not_unsharded",
-                     "fsdp2_gradients_grow", "fsdp2_partial_sum_left");
+                     "fsdp2_gradients_grow", "fsdp2_partial_sum_left", "fsdp2_outdated");
 
 SHARDPLAN_ENUM_NAMES(VariantOutcome, "chosen", "slower", "does_not_fit", "cannot_fit", "cannot_win",
                      "refused", "not_tried");

@@ -2,6 +2,7 @@
 #include "shardplan/schemas/precision.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "shardplan/schemas/layout.h"
 
@@ -32,11 +33,57 @@ DType AskedParamDType(const MixedPrecision& mixed, const UnitParameter& paramete
   return keeps ? parameter.dtype : *mixed.param_dtype;
 }
 
-DType ShardedGradDType(const Unit& unit) {
-  const auto given = std::ranges::find_if(unit.parameters, [](const UnitParameter& parameter) {
-    return parameter.requires_grad && parameter.grad_dtype.has_value();
+DType PromoteTypes(DType a, DType b) {
+  if (a == b) return a;
+  if (IsFloatingPoint(a) != IsFloatingPoint(b)) return IsFloatingPoint(a) ? a : b;
+  if (SizeBytes(a) != SizeBytes(b)) return SizeBytes(a) > SizeBytes(b) ? a : b;
+  return IsFloatingPoint(a) ? DType::kFloat32 : a;  // bfloat16 and float16
+}
+
+DType MadeGradDType(const Unit& unit, const UnitParameter& parameter) {
+  return parameter.made_grad_dtype.value_or(ComputeDType(unit, parameter));
+}
+
+DType AccumulatedGradDType(const Unit& unit, const UnitParameter& parameter) {
+  return parameter.accumulated_grad_dtype.value_or(unit.reduce_dtype);
+}
+
+DType ReduceDTypeOf(const Unit& unit, const std::vector<std::int32_t>& parameters) {
+  const bool several = std::ranges::any_of(unit.parameters, [](const UnitParameter& parameter) {
+    return parameter.accumulated_grad_dtype.has_value();
   });
-  return given == unit.parameters.end() ? unit.orig_dtype : *given->grad_dtype;
+  if (!several || parameters.empty()) return unit.reduce_dtype;
+  DType promoted = AccumulatedGradDType(unit, unit.parameters[parameters.front()]);
+  for (const std::int32_t p : parameters) {
+    promoted = PromoteTypes(promoted, AccumulatedGradDType(unit, unit.parameters[p]));
+  }
+  return promoted;
+}
+
+DType ShardedGradDType(const UnitParameter& parameter) {
+  return parameter.grad_dtype.value_or(parameter.dtype);
+}
+
+bool MayReduceOutsideDataParallel(const UnitParameter& parameter) {
+  return std::ranges::any_of(parameter.placements,
+                             [](const ParameterPlacement& placement) { return placement.dim < 0; });
+}
+
+bool KeepsWiderGrads(const Unit& unit, const UnitParameter& parameter) {
+  const DType computed = ComputeDType(unit, parameter);
+  const DType accumulated = AccumulatedGradDType(unit, parameter);
+  return IsFloatingPoint(computed) && IsFloatingPoint(accumulated) &&
+         SizeBytes(accumulated) > SizeBytes(computed) && !MayReduceOutsideDataParallel(parameter);
+}
+
+DType PromotedGradDType(const Unit& unit) {
+  std::optional<DType> promoted;
+  for (const UnitParameter& parameter : unit.parameters) {
+    if (!parameter.requires_grad) continue;
+    const DType sharded = ShardedGradDType(parameter);
+    promoted = promoted ? PromoteTypes(*promoted, sharded) : sharded;
+  }
+  return promoted.value_or(unit.orig_dtype);
 }
 
 DType AskedReduceDType(const MixedPrecision& mixed, DType sharded, DType computed,
@@ -46,7 +93,7 @@ DType AskedReduceDType(const MixedPrecision& mixed, DType sharded, DType compute
 
 bool AccumulatesInOtherDType(const Unit& unit) {
   return std::ranges::any_of(unit.parameters, [&](const UnitParameter& parameter) {
-    return parameter.requires_grad && ComputeDType(unit, parameter) != unit.reduce_dtype;
+    return parameter.requires_grad && MadeGradDType(unit, parameter) != AccumulatedGradDType(unit, parameter);
   });
 }
 

@@ -99,6 +99,11 @@ constexpr std::array kFaultKinds = std::to_array<FaultKind>({
      "a unit that the micro-batch with the all-reduce does not use keeps its sum over the shards: the next "
      "step "
      "all-reduces it"},
+    {PyTorchFault::kFsdp2Outdated,
+     "fsdp2",
+     {"wrong_value"},
+     "a unit is gathered, or kept in the smaller mesh's pieces by a forward without a backward, when the "
+     "optimizer steps: the next forward takes those parameters of before the step"},
 });
 
 const FaultKind& KindOf(PyTorchFault fault) {

@@ -25,6 +25,7 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       unit_shards_(plan.units.size()),
       unit_states_(plan.units.size()),
       unit_grads_(plan.units.size()),
+      unit_copies_(plan.units.size()),
       needs_binding_(plan.units.size(), false) {
   for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
     const Buffer& buffer = plan.buffers[i];
@@ -35,6 +36,8 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       unit_shards_[buffer.unit].push_back(id);
       if (buffer.persistent) memory_.SetCut(id, plan.units[buffer.unit].shard_communicator);
     }
+    const bool copies = IsParameterRole(buffer.role) && buffer.role != BufferRole::kParamSharded;
+    if (copies) unit_copies_[buffer.unit].push_back(id);
     if (buffer.role == BufferRole::kOptimizerState) unit_states_[buffer.unit].push_back(id);
     if (IsFinalGradient(buffer.role)) unit_grads_[buffer.unit].push_back(id);
     if (buffer.role == BufferRole::kParamUnsharded) needs_binding_[buffer.unit] = true;
@@ -266,6 +269,16 @@ void Interpreter::CutPieces(const Instruction& i, Position at) {
   memory_.SetCut(i.dst, cut);
 }
 
+// Whether what an instruction of unshard or reshard moves are the parameters of today.
+void Interpreter::Age(const Instruction& i, Position at) {
+  if (!IsParameterRole(plan_.buffers[i.src].role) || !memory_.IsAlive(i.src) || !memory_.IsAlive(i.dst))
+    return;
+  if (WrongValueOfOutdated(plan_, memory_.Of(i.src), i.dst)) {
+    words_.MovesOutdated(i.src, memory_.Of(i.src).outdated_at, at);
+  }
+  memory_.PassAge(i.src, i.dst);
+}
+
 void Interpreter::RunUnshard(const Instruction& i, Position at) {
   const Work work = Issue(i, at);
   const bool in_place = i.kind == InstructionKind::kAllGather && i.src == i.dst;
@@ -273,6 +286,7 @@ void Interpreter::RunUnshard(const Instruction& i, Position at) {
   memory_.Read(i.src, work, in_place ? Content::kOwnSlot : Content::kEverything, Rule::kReadBeforeWrite,
                other);
   CutPieces(i, at);
+  Age(i, at);
   if (!memory_.Write(i.dst, work)) return;
   const bool slot_only = i.kind == InstructionKind::kCopyIn &&
                          plan_.buffers[i.dst].role != BufferRole::kAllGatherInput &&
@@ -318,6 +332,7 @@ void Interpreter::RunCopy(const Instruction& i, Position at) {
   if (from == BufferRole::kActivationHost) CheckBroughtBack(i, at);
   const bool readable = memory_.Read(i.src, work);
   CutPieces(i, at);
+  Age(i, at);
   if (!memory_.Write(i.dst, work)) return;
   memory_.SetContent(i.dst, Content::kEverything);
   if (readable) gradients_.Move(i, at);

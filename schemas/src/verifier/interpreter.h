@@ -49,6 +49,7 @@ class Interpreter {
   void UseStates(UnitId unit, const Work& work);
   void CheckStates();
   void CutPieces(const Instruction& i, Position at);
+  void Age(const Instruction& i, Position at);
   bool IsView(const Instruction& i) const;
   void RunZeroGrad(const Instruction& i, Position at);
   void Bind(const Instruction& i, Position at);
@@ -74,8 +75,8 @@ class Interpreter {
   Activations activations_;
   std::vector<BufferId> bound_;  // by unit: the buffer its parameters are views of; -1: sharded
   std::vector<Position> bound_at_;
-  // By unit: its param_sharded, optimizer_state and final gradient buffers.
-  std::vector<std::vector<BufferId>> unit_shards_, unit_states_, unit_grads_;
+  // By unit: its param_sharded, optimizer_state and final gradient buffers, and those for other parameters.
+  std::vector<std::vector<BufferId>> unit_shards_, unit_states_, unit_grads_, unit_copies_;
   bool leaves_over_ = false;
   std::vector<BufferId> temporaries_;  // the optimizer's
   std::vector<char> needs_binding_;    // by unit: its segments read an unsharded buffer, not the shard itself

@@ -170,6 +170,15 @@ std::vector<MixedPrecision> MixedPrecisions(const Strategy& strategy) {
   return all;
 }
 
+// That of every parameter that the buffer holds; flat units have one.
+bool IsShardedGradDType(const Plan& plan, const Buffer& buffer) {
+  const Unit& unit = plan.units[buffer.unit];
+  if (unit.layout == LayoutKind::kFlat) return buffer.dtype == unit.orig_dtype;
+  return std::ranges::all_of(ParametersOf(plan, buffer), [&](std::int32_t p) {
+    return !unit.parameters[p].requires_grad || buffer.dtype == ShardedGradDType(unit.parameters[p]);
+  });
+}
+
 bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer, bool is_zeroed) {
   const Unit& unit = plan.units[buffer.unit];
   const bool flat = unit.layout == LayoutKind::kFlat;
@@ -179,34 +188,35 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer, bool is_zeroed) 
     case kGradUnsharded: {
       if (flat && plan.strategy.fsdp1.full_precision_in_eval && buffer.dtype == unit.orig_dtype) return true;
       const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
-      return buffer.dtype == computed || std::ranges::any_of(held, [&](std::int32_t p) {
-               return buffer.dtype == ComputeDType(unit, unit.parameters[p]);
-             });
+      return std::ranges::any_of(
+          held, [&](std::int32_t p) { return buffer.dtype == MadeGradDType(unit, unit.parameters[p]); });
     }
     case kGradUnshardedAccumulated: {
       // Sums of one in the low precision and one in the other are in the other.
       if (flat) return IsOneOf(buffer.dtype, {computed, unit.orig_dtype});
       // One that is cut along another dimension than the first is put in order before it is cast.
       const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
-      return buffer.dtype == unit.reduce_dtype || std::ranges::any_of(held, [&](std::int32_t p) {
-               const UnitParameter& parameter = unit.parameters[p];
-               // ... or zeros are made of it.
-               return (parameter.shard_dim > 0 || is_zeroed) && buffer.dtype == ComputeDType(unit, parameter);
-             });
+      return std::ranges::any_of(held, [&](std::int32_t p) {
+        const UnitParameter& parameter = unit.parameters[p];
+        if (buffer.dtype == AccumulatedGradDType(unit, parameter)) return true;
+        if (parameter.shard_dim > 0 && buffer.dtype == MadeGradDType(unit, parameter)) return true;
+        return is_zeroed && buffer.dtype == ComputeDType(unit, parameter);  // zeros are made of the parameter
+      });
     }
     case kReduceScatterOutput:  // cast before it is copied to the host
-      if (buffer.dtype == ShardedGradDType(unit)) return true;
+      if (IsShardedGradDType(plan, buffer)) return true;
       [[fallthrough]];
     case kReduceScatterInput:
     case kPartialReduceOutput:
     case kInnerReduceOutput:
     case kInnerReduceAccumulated:
-      return IsOneOf(buffer.dtype, {reduced, unit.reduce_dtype});
+      return IsOneOf(buffer.dtype,
+                     {reduced, unit.reduce_dtype, ReduceDTypeOf(unit, ParametersOf(plan, buffer))});
     case kGradSharded:
-      return buffer.dtype == ShardedGradDType(unit) ||
+      return IsShardedGradDType(plan, buffer) ||
              (flat && SomeKeepLowPrecision(plan.strategy) && IsOneOf(buffer.dtype, {computed, reduced}));
     case kGradHost:
-      return buffer.dtype == ShardedGradDType(unit);
+      return IsShardedGradDType(plan, buffer);
     default:
       return true;
   }

@@ -59,6 +59,7 @@ std::int32_t Memory::NewSlot() {
   memory.content = Content::kNothing;
   memory.filled_parameters.clear();
   memory.cut_over = -1;
+  memory.outdated.clear();
   memory.debt_settled = true;
   memory.freed_parts.clear();
   memory.used_step = -1;
@@ -154,6 +155,25 @@ void Memory::FillFrom(BufferId source, BufferId buffer, Content content) {
   }
   filled.clear();
   memory.content = content;
+}
+
+void Memory::Outdate(BufferId buffer, std::int32_t parameter, Position at) {
+  const std::vector<std::int32_t>& held = plan_.buffers[buffer].parameters;
+  if (!held.empty() && std::ranges::find(held, parameter) == held.end()) return;
+  Allocation& memory = At(buffer);
+  memory.outdated_at = at;
+  if (std::ranges::find(memory.outdated, parameter) == memory.outdated.end()) {
+    memory.outdated.push_back(parameter);
+  }
+}
+
+void Memory::PassAge(BufferId source, BufferId buffer) {
+  if (source == buffer) return;
+  Allocation& memory = At(buffer);
+  const Allocation& from = Of(source);
+  if (memory.outdated.empty() && from.outdated.empty()) return;
+  for (const std::int32_t p : ParametersOf(plan_, plan_.buffers[source])) std::erase(memory.outdated, p);
+  for (const std::int32_t p : from.outdated) Outdate(buffer, p, from.outdated_at);
 }
 
 bool Memory::IsUsable(BufferId buffer, BufferId other, Position at) {

@@ -54,6 +54,10 @@ class Memory {
   // A copy from `source` was written to the buffer: it has this content as soon as such copies have brought
   // all of its parameters.
   void FillFrom(BufferId source, BufferId buffer, Content content);
+  // The optimizer steps a parameter of the buffer's unit.
+  void Outdate(BufferId buffer, std::int32_t parameter, Position at);
+  // Parameters go from `source` to `buffer`: what comes is as old as it was there.
+  void PassAge(BufferId source, BufferId buffer);
 
  private:
   Allocation& At(BufferId buffer) {

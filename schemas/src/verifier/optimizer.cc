@@ -40,6 +40,13 @@ bool Interpreter::StepUnit(UnitId unit, const Instruction& i, const Work& work) 
     const bool same_memory = found[p] >= 0 && memory_.Slot(found[p]) == memory_.Slot(moved_on);
     if (found[p] >= 0 && !same_memory) words_.InTwoBuffers(unit, p, found[p], moved_on, work.at);
   }
+  for (std::size_t p = 0; p < found.size(); ++p) {
+    for (const BufferId copy : unit_copies_[unit]) {
+      if (found[p] >= 0 && memory_.IsAlive(copy)) {
+        memory_.Outdate(copy, static_cast<std::int32_t>(p), work.at);
+      }
+    }
+  }
   return has_grad;
 }
 

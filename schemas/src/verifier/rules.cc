@@ -79,6 +79,13 @@ bool WrongValueOfPieces(const Plan& plan, const Allocation& memory, Communicator
   return IsLong(plan, gathers) && !SameGroups(plan, memory.cut_over, gathers);
 }
 
+bool WrongValueOfOutdated(const Plan& plan, const Allocation& memory, BufferId to) {
+  if (memory.outdated.empty()) return false;
+  const std::vector<std::int32_t> moved = ParametersOf(plan, plan.buffers[to]);
+  return std::ranges::any_of(
+      moved, [&](std::int32_t p) { return std::ranges::find(memory.outdated, p) != memory.outdated.end(); });
+}
+
 bool WrongValueOfBound(const Plan& plan, UnitId unit, BufferId bound) {
   const Buffer& buffer = plan.buffers[bound];
   if (buffer.unit != unit) return true;

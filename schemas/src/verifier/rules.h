@@ -73,6 +73,9 @@ std::vector<UnitId> SteadyStateOfUnits(const Snapshot& before, const Snapshot& a
 
 // The pieces in `memory` are cut over other ranks than those that gather them.
 bool WrongValueOfPieces(const Plan& plan, const Allocation& memory, CommunicatorId gathers);
+// An unshard or reshard moves parameters from `memory` to `to` that the optimizer has stepped since they were
+// in a shard. What stays unsharded over a step is another matter: PyTorch reads it as it is.
+bool WrongValueOfOutdated(const Plan& plan, const Allocation& memory, BufferId to);
 // The buffer that a unit's parameters are views of does not hold all of them, whole.
 bool WrongValueOfBound(const Plan& plan, UnitId unit, BufferId bound);
 // ... or holds a flat unit in another dtype than it computes in. `evaluates`: the model may be in evaluation.

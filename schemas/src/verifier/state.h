@@ -56,6 +56,9 @@ struct Allocation {
   Content content = Content::kNothing;
   std::vector<std::int32_t> filled_parameters;  // while it holds nothing: what copies have brought
   CommunicatorId cut_over = -1;  // the ranks that have the other pieces of the parameters in it; -1: none
+  std::vector<std::int32_t>
+      outdated;          // parameters in it that the optimizer has stepped since they were a shard
+  Position outdated_at;  // ... the latest such step
   bool debt_settled = true;
   std::vector<std::int32_t> freed_parts;
   Position freed_parts_at;  // the latest free of parts

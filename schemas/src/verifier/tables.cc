@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <ranges>
+#include <set>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -93,6 +95,24 @@ std::string TablesOfMesh(const Plan& plan) {
                      plan.world_size);
 }
 
+std::string TablesOfDefaultMesh(const Plan& plan) {
+  const PolicyKnobs* policy = KnownPolicy(plan);
+  if (policy == nullptr || plan.mesh.empty() || !plan.strategy.mesh.empty()) return {};
+  std::set<std::string> of_model;
+  for (const Unit& unit : plan.units) {
+    for (const UnitParameter& parameter : unit.parameters) {
+      for (const ParameterPlacement& placement : parameter.placements) of_model.insert(placement.mesh_dim);
+    }
+  }
+  const auto is_of_model = [&](const StrategyMeshDim& dim) { return of_model.contains(dim.name); };
+  const bool one_dim =
+      plan.mesh.front().name == "shard" && std::ranges::all_of(plan.mesh | std::views::drop(1), is_of_model);
+  if (one_dim) return {};
+  return fmt::format(
+      "the strategy has no mesh, so that units are sharded over all ranks, and the plan's mesh is {}",
+      InWords(plan.mesh));
+}
+
 std::string TablesOfPolicy(const Plan& plan) {
   if (plan.policy.empty() || plan.policy == plan.strategy.policy) return {};
   return fmt::format("the plan's policy is {}, and its strategy's {}", plan.policy, plan.strategy.policy);
@@ -138,7 +158,7 @@ std::string TablesOfPrecision(const Plan& plan, const Unit& unit) {
   std::vector<std::string> expected;
   for (const MixedPrecision& mixed : policy->unit_precisions(plan.strategy, unit)) {
     const DType computed = mixed.param_dtype.value_or(unit.orig_dtype);
-    const DType reduced = AskedReduceDType(mixed, ShardedGradDType(unit), computed, rules);
+    const DType reduced = AskedReduceDType(mixed, PromotedGradDType(unit), computed, rules);
     const bool alike = std::ranges::all_of(unit.parameters, [&](const UnitParameter& parameter) {
       return ComputeDType(unit, parameter) == AskedParamDType(mixed, parameter, rules);
     });
@@ -158,7 +178,8 @@ void CheckStrategy(const Plan& plan, Reporter& reporter) {
     if (!wrong.empty()) reporter.Add(Rule::kTables, {}, subject++, whose + std::move(wrong));
   };
   check("", TablesOfPolicy(plan));
-  const std::string mesh = TablesOfMesh(plan);
+  std::string mesh = TablesOfMesh(plan);
+  if (mesh.empty()) mesh = TablesOfDefaultMesh(plan);
   check("", mesh);
   for (const Unit& unit : plan.units) {
     const std::string whose = fmt::format("unit {}: ", DisplayName(unit.fqn));

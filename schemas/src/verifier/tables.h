@@ -17,6 +17,8 @@ namespace shardplan::verifier {
 
 // The mesh has world_size ranks and is the strategy's. A plan without a mesh says nothing of it.
 std::string TablesOfMesh(const Plan& plan);
+// Where the strategy has no mesh, the mesh is "shard" and, behind it, what the model's parameters lie on.
+std::string TablesOfDefaultMesh(const Plan& plan);
 // The plan's policy, where it says one, is its strategy's.
 std::string TablesOfPolicy(const Plan& plan);
 // The unit is laid out as its policy lays out units.

@@ -34,6 +34,22 @@ Bytes ReducedTwice(const OptimizerShard& shard) {
   return {rows == 0 ? 0 : Reduced(shard, 1).value / rows};
 }
 
+// SGD and Adafactor make all that they keep and compute of the gradient.
+Bytes GradBytes(const OptimizerShard& shard) {
+  return {Numel(shard) * shardplan::SizeBytes(shard.grad_dtype.value_or(shard.dtype))};
+}
+
+OptimizerShard InGradDType(OptimizerShard shard) {
+  shard.dtype = shard.grad_dtype.value_or(shard.dtype);
+  return shard;
+}
+
+Shards InGradDType(const Shards& shards) {
+  Shards converted;
+  for (const OptimizerShard& shard : shards) converted.push_back(InGradDType(shard));
+  return converted;
+}
+
 Bytes Element(const OptimizerShard& shard) { return {shardplan::SizeBytes(shard.dtype)}; }
 
 template <typename SizeOf>
@@ -221,7 +237,8 @@ std::vector<OptimizerShard> OptimizerShardsOf(const Unit& unit, std::int64_t ran
   for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
     const UnitParameter& parameter = unit.parameters[p];
     if (!parameter.requires_grad) continue;
-    shards.push_back({ShardShape(parameter, ranks, 0), parameter.dtype, static_cast<std::int32_t>(p)});
+    shards.push_back({ShardShape(parameter, ranks, 0), parameter.dtype, static_cast<std::int32_t>(p),
+                      parameter.grad_dtype});
   }
   return shards;
 }
@@ -239,7 +256,7 @@ std::vector<Bytes> OptimizerStates(const Optimizer& optimizer, const OptimizerSh
     case OptimizerKind::kNone:
       break;
     case OptimizerKind::kSgd:
-      if (optimizer.momentum) states.push_back(bytes);
+      if (optimizer.momentum) states.push_back(GradBytes(shard));
       break;
     case OptimizerKind::kAdam:
     case OptimizerKind::kAdamW:
@@ -250,9 +267,9 @@ std::vector<Bytes> OptimizerStates(const Optimizer& optimizer, const OptimizerSh
       break;
     case OptimizerKind::kAdafactor:
       if (IsMatrix(shard)) {
-        states = {Reduced(shard, 1), Reduced(shard, 2)};
+        states = {Reduced(InGradDType(shard), 1), Reduced(InGradDType(shard), 2)};
       } else {
-        states = {bytes};
+        states = {GradBytes(shard)};
       }
       break;
   }
@@ -271,9 +288,9 @@ PythonLocals LocalsOf(const Optimizer& optimizer, const Shards& shards) {
       break;
     case OptimizerKind::kSgd:
       if (loops) {
-        for (const OptimizerShard& shard : shards) Sgd(optimizer, {SizeBytes(shard)}, names);
+        for (const OptimizerShard& shard : shards) Sgd(optimizer, {GradBytes(shard)}, names);
       } else {
-        for (const Shards& group : ByDType(shards)) Sgd(optimizer, Sizes(group), names);
+        for (const Shards& group : ByDType(shards)) Sgd(optimizer, Sizes(group, GradBytes), names);
       }
       break;
     case OptimizerKind::kAdam:
@@ -281,7 +298,8 @@ PythonLocals LocalsOf(const Optimizer& optimizer, const Shards& shards) {
       loops ? AdamLoop(optimizer, shards, names) : AdamForeach(optimizer, shards, names);
       break;
     case OptimizerKind::kAdafactor:
-      loops ? AdafactorLoop(optimizer, shards, names) : AdafactorForeach(optimizer, shards, names);
+      loops ? AdafactorLoop(optimizer, InGradDType(shards), names)
+            : AdafactorForeach(optimizer, InGradDType(shards), names);
       break;
   }
   return names;

@@ -113,9 +113,10 @@ void AdviseStorage(const Plan& plan, StorageRole role, AliveMemory& alive) {
       return Set(alive, "let go of the model's output before the backward", alive.bytes);
     case StorageRole::kLossSaved:
     case StorageRole::kLossTemp:
-      return Set(alive,
-                 "a loss that works in chunks of tokens; or one that keeps the logits' dtype, which changes numbers",
-                 Bytes{alive.bytes.value / 2});
+      return Set(
+          alive,
+          "a loss that works in chunks of tokens; or one that keeps the logits' dtype, which changes numbers",
+          Bytes{alive.bytes.value / 2});
     default:
       return;
   }

@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <map>
+#include <optional>
 #include <string>
 
 #include "tests/device/runtime/memory.h"
@@ -87,6 +88,13 @@ CUresult cuMemAddressReserve(CUdeviceptr* pointer, size_t bytes, size_t, CUdevic
   *pointer = reinterpret_cast<CUdeviceptr>(range);
   const Memory::Range whole = {.bytes = bytes, .kind = Memory::Kind::kDevice, .device = CurrentDevice()};
   return Memory::Get().Register(range, whole) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult cuMemGetAddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr pointer) {
+  const std::optional<Memory::Range> range = Memory::Get().Find(reinterpret_cast<const void*>(pointer));
+  if (!range) return CUDA_ERROR_NOT_FOUND;
+  if (base != nullptr) *base = range->begin;
+  if (bytes != nullptr) *bytes = range->bytes;
+  return CUDA_SUCCESS;
 }
 CUresult cuMemAddressFree(CUdeviceptr pointer, size_t bytes) {
   if (!Memory::Get().Unregister(reinterpret_cast<void*>(pointer))) return CUDA_ERROR_INVALID_VALUE;

@@ -90,6 +90,8 @@ def dynamic(name: str) -> str:
                 loss = loss_of(model(torch.randn(3, 4, generator=generator).to(DEVICE), **arguments))
                 loss.backward()
                 seen[f"loss {step}.{number}"] = loss.detach()
+            for fqn, parameter in model.named_parameters():
+                seen[f"{fqn} has a gradient {step}"] = torch.tensor(float(parameter.grad is not None))
             optimizer.step()
             optimizer.zero_grad()
         return seen | {fqn: whole(parameter) for fqn, parameter in model.named_parameters()}

@@ -17,10 +17,11 @@ from equivalence_settings import CASES as SETTINGS
 # What `auto` refuses, and says how it is planned instead.
 REFUSED = {
     "flattened_but_for_one_unit": "units on several meshes",
+    **{f"grad_dtypes_{name}": "a grad_dtype of None, without operators" for name in ("any", "any_accumulate", "any_of_all", "any_of_all_accumulate")},
 }
 
 
-# Points do not say enough to plan these: which module of a group ran twice, which forward's gradient came, what a recomputation around units entered.
+# Points do not say enough to plan these: which module of a group ran twice, which forward's gradient came.
 # Every step of them is on demand; numbers are FSDP2's all the same.
 ON_DEMAND = {
     "grouped_head_in_chunks",
@@ -33,7 +34,6 @@ ON_DEMAND = {
     "group_kept",
     "group_checkpointed_in_a_row",
     "two_forwards_one_backward",
-    "checkpoint_outside",
     "t5_accumulation",
 }
 
@@ -60,7 +60,8 @@ SUITE = {
     "accumulate_without_communication_bf16", "accumulate_with_communication", "accumulate_one_unit_only", "accumulate_keep_unsharded", "reshard_to_two_bf16",
     "output_fp32", "grouped_head_bf16", "group_incomplete_accumulates", "group_kept", "nested", "frozen_units", "tied_gpt", "forward_method",
     "used_twice", "unused_unit", "divide_with_sum", "both_prefetch", "prefetch_lists", "cpu_offload_bf16", "ignored", "clip", "two_forwards",
-    "forward_without_gradients_between", "checkpoint_unit", "user_unshard_async", "user_reshard", "no_unshard_in_backward", "llama_bf16", "t5_accumulation",
+    "rms_norms_in_float32_accumulate", "scaled_norms", "grad_dtypes_of_norms", "grad_dtypes_of_three_kinds_accumulate", "head_in_checkpointed_chunks_accumulate",
+    "checkpoint_outside", "forward_without_gradients_between", "checkpoint_unit", "user_unshard_async", "user_reshard", "no_unshard_in_backward", "llama_bf16", "t5_accumulation",
 }  # fmt: skip
 CASES = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else [case for case in ALL if case.name in SUITE]
 

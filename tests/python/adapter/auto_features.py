@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from adapter_workers import DEVICE
 from auto_dynamic import DYNAMIC, dynamic, searched_meanwhile
+from auto_losses import LOSSES, backwards_inside_the_loss
+from auto_porting import PORTING
 from equivalence import largest_difference, whole
 from equivalence_models import Mlp
 from torch.distributed.device_mesh import init_device_mesh
@@ -422,7 +424,7 @@ def optimizer_made_before() -> str:
 
 FEATURES = [
     shard_placement_fn, param_dtype_override_fn, offload_policy, dp_mesh_dims, repeated_blocks_are_units, toggled, post_optim_event, reset_iter_state,
-    symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go, optimizer_made_before, stops_together, searched_meanwhile,
+    symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go, optimizer_made_before, stops_together, searched_meanwhile, *PORTING,
 ]  # fmt: skip
 
 
@@ -438,6 +440,8 @@ def run(names: list[str], folder: str) -> dict[str, object]:
                 results[name] = setter(name.removeprefix("setter:"))
             elif name.startswith("dynamic:"):
                 results[name] = dynamic(name.removeprefix("dynamic:"))
+            elif name.startswith("loss:"):
+                results[name] = backwards_inside_the_loss(name.removeprefix("loss:"))
             elif name in ("other_order", "optimized"):
                 results[name] = globals()[name](str(pathlib.Path(folder) / name))
             else:
@@ -448,4 +452,4 @@ def run(names: list[str], folder: str) -> dict[str, object]:
     return results
 
 
-NAMES = [*(function.__name__ for function in FEATURES), "other_order", "optimized", *(f"setter:{name}" for name in SETTERS), *(f"dynamic:{name}" for name in DYNAMIC)]
+NAMES = [*(function.__name__ for function in FEATURES), "other_order", "optimized", *(f"setter:{name}" for name in SETTERS), *(f"dynamic:{name}" for name in DYNAMIC), *(f"loss:{name}" for name in LOSSES)]

@@ -202,7 +202,7 @@ def with_fsdp2(case: Case, model: nn.Module, mesh, port=None) -> nn.Module:
     if not isinstance(model, FSDPModule) and not any("" in rule["modules"] for rule in case.strategy["units"]):
         wrap(model, {})
     if port is not None:
-        port.auto(model, quiet=True)
+        port.auto(model, quiet=True, optimizer=case.optimizer)
     else:
         register_forward_methods(model, register_fsdp_forward_method)
     _set_knobs(case, model)

@@ -57,7 +57,9 @@ class Mlp(nn.Module):
     used_twice: a block that runs again at the end. in_a_row: one that runs twice in a row. unused: blocks that never run. outputs: the head's output alone
     ("tensor"), with the hidden state ("tuple") or in a dict, or none of it: the loss runs the head on chunks of the hidden
     state ("chunks"). frozen: prefixes of FQNs that need no gradient. by_method: blocks of
-    which another method than forward runs, too. boxed: blocks hand each other a dataclass.
+    which another method than forward runs, too. boxed: blocks hand each other a dataclass. norm: of the blocks, one of NORMS. dtype: of all
+    parameters. grad_dtypes: Tensor.grad_dtype of those whose FQN has such a part. outputs may be "checkpointed_chunks" as well: a
+    checkpointed function runs the head, once for each chunk.
     """
 
     def __init__(
@@ -76,10 +78,13 @@ class Mlp(nn.Module):
         recomputed: tuple[int, ...] = (),
         by_method: tuple[int, ...] = (),
         boxed: bool = False,
+        norm: str = "layer",
+        dtype: str | None = None,
+        grad_dtypes: dict[str, str | None] | None = None,
     ) -> None:
         super().__init__()
         self.stem = nn.Linear(7, width, bias=bias)
-        self.layers = nn.ModuleList(Layer(width, hidden, bias) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width, hidden, bias, norm) for _ in range(layers))
         self.head = nn.Linear(width, 7, bias=bias)
         self.scale = None if bare_root else nn.Parameter(torch.full((width,), 1.25))
         if tied:
@@ -89,9 +94,18 @@ class Mlp(nn.Module):
         for name, parameter in self.named_parameters():
             if any(name.startswith(prefix) for prefix in frozen):
                 parameter.requires_grad_(False)
+        if dtype:
+            self.to(getattr(torch, dtype))
+        for part, grad_dtype in (grad_dtypes or {}).items():
+            for name, parameter in self.named_parameters():
+                if part in name:
+                    parameter.grad_dtype = grad_dtype and getattr(torch, grad_dtype)
+
+    def of_chunk(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x).square().mean()
 
     def forward(self, x: torch.Tensor):
-        x = self.stem(x)
+        x = self.stem(x.to(self.stem.weight.dtype))
         if self.scale is not None:
             x = x * self.scale
         x = Box(x) if self.boxed else x
@@ -106,6 +120,8 @@ class Mlp(nn.Module):
         if self.used_twice is not None:
             x = self.layers[self.used_twice](x)
         x = x.hidden if self.boxed else x
+        if self.outputs == "checkpointed_chunks":
+            return torch.stack([checkpoint(self.of_chunk, chunk, use_reentrant=False) for chunk in x.chunk(2)])
         if self.outputs == "chunks":
             return {"hidden": x, "head": self.head}
         y = self.head(x)
@@ -118,12 +134,31 @@ class Box:
     says: str = "nothing"
 
 
+class Scaled(nn.Module):
+    """Its weight multiplies float32, whatever it is in: autograd makes a float32 gradient of it, with any kernels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
+
+
+NORMS: dict[str, Callable[[int, bool], nn.Module]] = {
+    "layer": lambda width, bias: nn.LayerNorm(width, bias=bias),
+    "rms": lambda width, _: nn.RMSNorm(width),
+    "scaled": lambda width, _: Scaled(width),
+}
+
+
 class Layer(nn.Module):
     forward_method = "encode"
 
-    def __init__(self, width: int, hidden: int, bias: bool = True) -> None:
+    def __init__(self, width: int, hidden: int, bias: bool = True, norm: str = "layer") -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width, bias=bias)
+        self.norm = NORMS[norm](width, bias)
         self.up = nn.Linear(width, hidden, bias=bias)
         self.down = nn.Linear(hidden, width, bias=bias)
 

@@ -16,7 +16,13 @@ from equivalence_models import ROOT, build, inputs_of, loss_of, register_forward
 
 
 def trace_key(case) -> str:
-    return json.dumps([case.model, case.arguments, case.groups], sort_keys=True, default=list)
+    return json.dumps([case.model, case.arguments, case.groups, compute_dtype(case)], sort_keys=True, default=list)
+
+
+def compute_dtype(case) -> str:
+    """Of the trace. Kernels of the low precision make gradients of other dtypes only of the norms that the case names."""
+    low = case.strategy.get("mixed_precision", {}).get("param_dtype") or case.arguments.get("dtype")
+    return low if low and "norm" in case.arguments else "float32"
 
 
 def trace(case) -> dict:
@@ -28,7 +34,7 @@ def trace(case) -> dict:
     groups = [record.Group([record.Call(args, kwargs, grad) for grad in group], any(group)) for group in case.groups]
     model = build(case.model, case.arguments)
     register_forward_methods(model, sp.register_forward_method)
-    return session.trace_groups(model, groups, loss_of, session.Options(dtype="float32"))
+    return session.trace_groups(model, groups, loss_of, session.Options(dtype=compute_dtype(case)))
 
 
 def cluster(folder: pathlib.Path, ranks: int) -> pathlib.Path:

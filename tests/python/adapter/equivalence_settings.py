@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 from equivalence import FEW_STEPS, Case
 from equivalence_models import BLOCKS
 from shardplan.conformance.installed_fsdp import FINALIZES_ON_CALL, PLACES_ON_MESHES
@@ -30,6 +31,8 @@ def case(name: str, model: str = "mlp", units=None, ranks: int = 2, arguments: d
     own = {key: fields.pop(key) for key in ("groups", "checkpoint", "optimizer", "clip", "steps", "tolerance") if key in fields}
     if model == "mlp":
         own.setdefault("steps", FEW_STEPS)
+    if own.get("optimizer") == "sgd":
+        fields["optimizer"] = {"kind": "sgd", "momentum": True}
     if "strategy_checkpoint" in fields:
         fields["checkpoint"] = fields.pop("strategy_checkpoint")
     units = [{"modules": [BLOCKS[model]]}, {"modules": [""]}] if units is None else units
@@ -99,7 +102,41 @@ KEEPS_STORAGE = [
     case("keeps_unsharded_storage", setup=[{"method": "set_keep_unsharded_storage", "module": "", "value": True}]),
 ]
 
+# Gradients that autograd makes wider than their parameters: of RMSNorm's weights on a CPU, of weights that multiply float32 anywhere.
+PRECISIONS = {"": {"param_dtype": "bfloat16"}, "_in_float32": BF16, "_in_bfloat16": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}}
+WIDER_GRADIENTS = [
+    case(f"{norm}_norms{name}{suffix}", arguments={"norm": norm, "used_twice": 1}, mixed_precision=precision, **fields)
+    for norm in ("rms", "scaled", "layer")
+    for name, precision in PRECISIONS.items()
+    for suffix, fields in {"": {}, "_accumulate": {"program": accumulation()}}.items()
+    if norm == "scaled" or suffix or name != "_in_bfloat16"
+] + [case("reduced_in_less", arguments={"used_twice": 1}, mixed_precision={"reduce_dtype": "bfloat16"}, program=accumulation(), optimizer="sgd")]
+# Tensor.grad_dtype, since 2.15; AdamW takes no gradients of another dtype than their parameters'.
+GRAD_DTYPES = [
+    case(
+        f"grad_dtypes_{name}{suffix}",
+        arguments={"norm": "scaled", "dtype": "bfloat16", "grad_dtypes": dtypes, "used_twice": 1},
+        optimizer="sgd",
+        **fields,
+    )
+    for name, dtypes in {
+        "of_all": {"": "float32"},
+        "of_norms": {"norm": "float32"},
+        "of_three_kinds": {"norm": "float32", "up": "float16"},
+        "any": {"norm": None},
+        "any_of_all": {"": None},
+    }.items()
+    for suffix, fields in {"": {}, "_accumulate": {"program": accumulation()}, "_in_float32": {"mixed_precision": {"reduce_dtype": "float32"}}}.items()
+]
+CHECKPOINTED_CHUNKS = [
+    case(f"head_in_checkpointed_chunks{suffix}", arguments={"outputs": "checkpointed_chunks"}, units=[{"modules": ["layers.*"]}, {"modules": ["head"]}, {"modules": [""]}], **fields)
+    for suffix, fields in {"": {}, "_bf16": {"mixed_precision": BF16}, "_accumulate": {"program": accumulation()}, "_kept": {"reshard_after_forward": False}}.items()
+]
+
 CASES = [
+    *WIDER_GRADIENTS,
+    *(GRAD_DTYPES if hasattr(torch.nn.Parameter(torch.zeros(1)), "_has_grad_dtype_override") else []),
+    *CHECKPOINTED_CHUNKS,
     *(FINALIZED_BY_CALL + KEEPS_STORAGE if FINALIZES_ON_CALL else []),
     *(ON_TWO_MESHES if PLACES_ON_MESHES else []),
     *([] if TIES_ARE_REFUSED else TIED_ACROSS_UNITS),

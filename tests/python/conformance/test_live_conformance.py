@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 import live_cases
+import live_gradients
 import reference_cases
 import reference_models
 import reference_recorder
@@ -143,6 +144,19 @@ def knob_case(index: int) -> Case:
 @pytest.mark.parametrize("index", range(len(live_cases.cases())), ids=lambda index: live_cases.cases()[index].name)
 def test_knobs_are_planned_as_the_installed_pytorch_runs_them(fake, index, tmp_path):
     make = functools.partial(knob_case, index)
+    recording.write(make, functools.partial(fake.record, make), tmp_path)
+    result = compare(tmp_path, make().name)
+    assert result.returncode == 0, result.stdout
+
+
+def gradient_case(index: int) -> Case:
+    return live_gradients.cases()[index]
+
+
+@pytest.mark.skipif(installed_pytorch() != "2.15", reason="of FSDP2 as it is since 2.15")
+@pytest.mark.parametrize("index", range(len(live_gradients.cases())), ids=lambda index: live_gradients.cases()[index].name)
+def test_gradients_are_planned_as_the_installed_pytorch_reduces_them(fake, index, tmp_path):
+    make = functools.partial(gradient_case, index)
     recording.write(make, functools.partial(fake.record, make), tmp_path)
     result = compare(tmp_path, make().name)
     assert result.returncode == 0, result.stdout

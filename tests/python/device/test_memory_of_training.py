@@ -13,6 +13,8 @@ CASES = {
     "fsdp1, sums of several blocks, checkpointed": {"policy": "fsdp1", "seq": 2048, "norm": "manual", "ac": "block", "mp": "fp32", "attn": "repeat"},
     "fsdp1, a loop over parameters": {"policy": "fsdp1", "seq": 64, "opt": "for_loop", "sharding": "shard_grad_op", "device": "slow"},
     "fsdp1, steps before those that repeat": {"policy": "fsdp1", "seq": 64, "world": 8, "replicate": 2, "sharding": "hybrid_shard_zero2", "device": "slow"},
+    "fsdp1, segments that expand": {"policy": "fsdp1", "seq": 384, "alloc_conf": "expandable_segments:True"},
+    "segments that expand": {"seq": 384, "alloc_conf": "expandable_segments:True"},
     "fsdp1, accumulated without synchronisation": {"policy": "fsdp1", "seq": 384, "accum": 3, "accum_sync": False, "device": "slow"},
 }
 

@@ -47,6 +47,32 @@ TEST_F(StrategyTables, TheMeshIsTheStrategys) {
   EXPECT_EQ(After(hsdp_, [](Plan& plan) { plan.mesh.clear(); }), Only{"tables"});
 }
 
+// Without a mesh in the strategy units are sharded over all ranks, whatever groups the plan has.
+TEST_F(StrategyTables, TheMeshIsOneDimensionWhereTheStrategyHasNone) {
+  for (const Plan& plan : {hsdp_, Fsdp1LikePlan({.replicas = 2})}) {
+    ASSERT_THAT(Verify(plan), IsEmpty());
+    const auto without = [&](const std::function<void(Plan&)>& change) {
+      return After(plan, [&](Plan& p) {
+        p.strategy.mesh.clear();
+        change(p);
+      });
+    };
+    EXPECT_EQ(without([](Plan&) {}), Only{"tables"});
+    // ... by whatever names, in whatever order.
+    EXPECT_EQ(without([](Plan& p) { std::swap(p.mesh[0], p.mesh[1]); }), Only{"tables"});
+    EXPECT_EQ(without([](Plan& p) { p.mesh[0].name = "dp"; }), Only{"tables"});
+  }
+  EXPECT_EQ(After(good_, [](Plan& plan) { plan.mesh[0].name = "dp"; }), Only{"tables"});
+  // Dimensions of the model's own are behind it.
+  Plan plan = good_;
+  plan.world_size = 4;
+  plan.mesh.push_back({"tp", 2});
+  plan.communicators[0].stride = 2;
+  EXPECT_EQ(RulesOf(plan), Only{"tables"});
+  plan.units[0].parameters[0].placements = {{.mesh_dim = "tp", .size = 2}};
+  EXPECT_THAT(Verify(plan), IsEmpty());
+}
+
 // ---- groups of ranks ----
 
 // Each group would reduce for itself, and the halves of the job would train two models.
@@ -152,7 +178,12 @@ TEST_F(StrategyTables, ThePolicyIsTheStrategys) {
 }
 
 TEST_F(StrategyTables, OfAPlanWithoutAMeshNothingIsSaid) {
-  EXPECT_THAT(After(hsdp_, [](Plan& plan) { plan.mesh.clear(); }), IsEmpty());
+  EXPECT_THAT(After(hsdp_,
+                    [](Plan& plan) {
+                      plan.mesh.clear();
+                      plan.strategy.mesh.clear();
+                    }),
+              IsEmpty());
 }
 
 }  // namespace

@@ -124,6 +124,84 @@ TEST_F(Rules, WrongValueOfAGatherOverOtherRanks) {
   EXPECT_THAT(over(plan, 2), IsEmpty());
 }
 
+// Without the instructions of the steady step that the predicate names; `kept` has a value at its beginning.
+Plan WithoutInSteady(Plan plan, const std::set<BufferId>& kept,
+                     const std::function<bool(const Instruction&)>& leaves_out) {
+  for (const BufferId buffer : kept) plan.buffers[buffer].persistent = true;
+  for (PlanStep& step : plan.steps) {
+    for (Trigger& trigger : step.triggers) {
+      std::erase_if(trigger.instructions.Edit(), [&](const Instruction& i) {
+        const bool lives = i.kind == kAllocate || i.kind == kFree;
+        return (lives && (kept.contains(i.dst) || kept.contains(i.src))) ||
+               (step.name == "steady" && leaves_out(i));
+      });
+    }
+  }
+  return plan;
+}
+
+// The output of the last step's all-gather is still there, and nothing gathers in this step's forward.
+TEST_F(Rules, WrongValueOfTheLastStepsGather) {
+  for (const int parameters : {1, 2}) {
+    const Plan plan = Fsdp2LikePlan({.units = 1, .parameters = parameters});
+    const BufferId output = BufferNamed(plan, "layers.0.all_gather_output");
+    const auto rules = [&](const std::set<InstructionKind>& kinds) {
+      return RulesOf(WithoutInSteady(plan, {output}, [&](const Instruction& i) {
+        return (i.src == output || i.dst == output) && kinds.contains(i.kind);
+      }));
+    };
+    EXPECT_EQ(rules({}), Only{});  // all of it, each time
+    EXPECT_EQ(rules({kAllGather, kCopyIn}), Only{"wrong_value"});
+  }
+  // In the forward alone: the backward gathers again.
+  Plan plan = Fsdp2LikePlan({.units = 1, .prefetch = false});
+  const BufferId output = BufferNamed(plan, "layers.0.all_gather_output");
+  plan = WithoutInSteady(plan, {output}, [](const Instruction&) { return false; });
+  for (Trigger& trigger : plan.steps[1].triggers) {
+    if (trigger.kind != TriggerKind::kPreForward) continue;
+    std::erase_if(trigger.instructions.Edit(), [&](const Instruction& i) {
+      return i.dst == output && (i.kind == kAllGather || i.kind == kCopyIn);
+    });
+  }
+  const std::vector<Violation> violations = Verify(plan);
+  ASSERT_EQ(RulesOf(violations), Only{"wrong_value"});
+  EXPECT_THAT(violations[0].message, HasSubstr("older than the optimizer's step"));
+}
+
+// The backward gathers the pieces that an earlier step's forward has left.
+TEST_F(Rules, WrongValueOfThePostForwardShardOfAnEarlierStep) {
+  const Plan plan =
+      Fsdp2LikePlan({.units = 1, .parameters = 2, .reshard_to_shards = true, .prefetch = false});
+  ASSERT_THAT(Verify(plan), IsEmpty());
+  const std::set<BufferId> shards = {BufferNamed(plan, "layers.0.param_post_forward_shard.p0"),
+                                     BufferNamed(plan, "layers.0.param_post_forward_shard.p1")};
+  EXPECT_EQ(RulesOf(WithoutInSteady(plan, shards, [](const Instruction&) { return false; })), Only{});
+  EXPECT_EQ(RulesOf(WithoutInSteady(plan, shards,
+                                    [](const Instruction& i) { return i.kind == kReshardPostForward; })),
+            Only{"wrong_value"});
+  // One of them is enough.
+  EXPECT_EQ(RulesOf(WithoutInSteady(plan, shards,
+                                    [&](const Instruction& i) {
+                                      return i.kind == kReshardPostForward && i.dst == *shards.begin();
+                                    })),
+            Only{"wrong_value"});
+}
+
+// What no optimizer steps stays as it was: the gather of an earlier step is as good.
+TEST_F(Rules, NoWrongValueOfTheLastStepsGatherOfWhatIsNotStepped) {
+  Plan plan = Fsdp2LikePlan({.units = 1, .microbatches = 2});
+  ASSERT_THAT(Verify(plan), IsEmpty());
+  const BufferId output = BufferNamed(plan, "layers.0.all_gather_output");
+  plan = WithoutInSteady(plan, {output}, [](const Instruction&) { return false; });
+  for (Trigger& trigger : plan.steps[1].triggers) {
+    if (trigger.kind != TriggerKind::kPreForward || trigger.microbatch != 1) continue;
+    std::erase_if(trigger.instructions.Edit(), [&](const Instruction& i) {
+      return i.dst == output && (i.kind == kAllGather || i.kind == kCopyIn);
+    });
+  }
+  EXPECT_EQ(RulesOf(plan), Only{});
+}
+
 TEST_F(Rules, WrongValueOfSomeOfTheParameters) {
   Plan plan = Fsdp2LikePlan({.units = 1, .parameters = 2});
   Buffer& unsharded = plan.buffers[BufferNamed(plan, "layers.0.param_unsharded")];

@@ -90,8 +90,10 @@ std::string Times(std::int64_t count, Nanoseconds in_all) {
 
 std::string ReductionText(const UnitWork& work) {
   std::string text;
-  if (work.reductions > 0 || work.all_reductions == 0) text += "; reduced " + Times(work.reductions, work.reduce_ns);
-  if (work.all_reductions > 0) text += "; all-reduced over replicas " + Times(work.all_reductions, work.all_reduce_ns);
+  if (work.reductions > 0 || work.all_reductions == 0)
+    text += "; reduced " + Times(work.reductions, work.reduce_ns);
+  if (work.all_reductions > 0)
+    text += "; all-reduced over replicas " + Times(work.all_reductions, work.all_reduce_ns);
   return text;
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <optional>
 #include <ranges>
 #include <set>
 #include <span>
@@ -15,6 +16,7 @@
 #include "shardplan/schemas/precision.h"
 #include "shardplan/schemas/program.h"
 #include "shardplan/schemas/pytorch_version.h"
+#include "shardplan/schemas/setters.h"
 
 namespace shardplan::conformance {
 namespace {
@@ -34,7 +36,10 @@ class Fsdp2EventWriter {
         last_hook_(plan.units.size(), TriggerKind::kStepBegin),
         grads_(plan.units.size()),
         accumulated_(plan.units.size()),
-        in_backward_(plan.units.size(), false) {}
+        in_backward_(plan.units.size(), false),
+        reduces_(plan.units.size(), true) {
+    for (const ModuleCall& call : plan.strategy.setup) NoteSync(call);
+  }
 
   std::vector<LogEvent> Run() {
     for (step_ = 0; step_ < recording_.steps; ++step_) {
@@ -86,6 +91,7 @@ class Fsdp2EventWriter {
       case TriggerKind::kPostBackward:
         phase_ = "backward";
         Add("post_backward", unit).keys["via"] = "autograd";
+        NotePending(trigger.unit);
         last_hook_[trigger.unit] = trigger.kind;
         break;
       case TriggerKind::kBackwardEnd:
@@ -138,6 +144,20 @@ class Fsdp2EventWriter {
     }
   }
 
+  void NoteSync(const ModuleCall& call) {
+    if (call.method != "set_requires_gradient_sync") return;
+    for (std::size_t u = 0; u < plan_.units.size(); ++u) {
+      const std::string& module = plan_.units[u].modules.front();
+      const bool reached = call.recurse ? IsUnder(module, call.module) : module == call.module;
+      if (reached) reduces_[u] = call.value.value_or(true);
+    }
+  }
+
+  // FSDPParamGroup.post_backward has run.
+  void NotePending(UnitId unit) {
+    reduces_[unit] ? static_cast<void>(pending_.erase(unit)) : static_cast<void>(pending_.insert(unit));
+  }
+
   // Each call of the user's is a trigger.
   std::deque<ModuleCall> CallsOf(std::int32_t step) const {
     std::deque<ModuleCall> calls;
@@ -152,19 +172,24 @@ class Fsdp2EventWriter {
     const ModuleCall call = user_calls_.front();
     user_calls_.pop_front();
     phase_ = "forward";
+    NoteSync(call);
     std::size_t next = 0;
     if (call.method == "finalize_backward") {
       phase_ = "backward";
       Add("finalize_backward", DisplayName(call.module));
       const std::vector<UnitId> states = States(trigger.unit);
       for (const UnitId unit : states | std::views::reverse) {
-        if (pending_.erase(unit) > 0)
+        const bool pends = pending_.contains(unit);
+        if (pends) {
           Add("post_backward", UnitName(plan_.units[unit])).keys["via"] = "manual";
+          NotePending(unit);
+        }
         for (; next < trigger.instructions.size() && !Finalizes(trigger.instructions[next]) &&
                UnitAt(trigger.instructions, next) == unit;
              ++next) {
           OnInstruction(trigger.instructions[next]);
         }
+        if (pends && !reduces_[unit]) Accumulate(unit);
       }
     }
     const bool waits = call.method == "wait_for_gradient_reduction" ||
@@ -211,11 +236,13 @@ class Fsdp2EventWriter {
     for (const UnitId unit : LastGroupsFirst(States(root))) {
       const bool has_group = !plan_.units[unit].parameters.empty();
       const bool left = has_group && last_hook_[unit] != TriggerKind::kPostBackward;
-      if (Manual() && (left || !grads_[unit].empty() || !accumulated_[unit].empty())) pending_.insert(unit);
+      const bool deferred = left && Manual() && reduces_[unit];
+      if (deferred) pending_.insert(unit);
       const auto ends = [&](const Instruction& i) {
         return !Finalizes(i) && UnitAt(trigger.instructions, next) == unit;
       };
-      if (left && (!Manual() || (next < trigger.instructions.size() && ends(trigger.instructions[next])))) {
+      if (left && !deferred) {
+        NotePending(unit);
         Add("post_backward", UnitName(plan_.units[unit])).keys["via"] = "final";
         emit_while(ends);
         Accumulate(unit);
@@ -256,10 +283,6 @@ class Fsdp2EventWriter {
   static UnitId UnitAt(const std::vector<Instruction>& instructions, std::size_t i) {
     while (i > 0 && instructions[i].unit < 0) --i;
     return instructions[i].unit;
-  }
-
-  static bool IsUnder(const std::string& fqn, const std::string& module) {
-    return module.empty() || fqn == module || fqn.starts_with(module + ".");
   }
 
   // The outermost unit around a unit's (first) module.
@@ -309,18 +332,22 @@ class Fsdp2EventWriter {
 
   void Accumulate(UnitId id) {
     const Unit& unit = plan_.units[id];
-    const std::set<std::int32_t>& held = accumulated_[id].empty() ? grads_[id] : accumulated_[id];
-    if (held.empty()) return;
-    const DType dtype = accumulated_[id].empty() ? unit.param_dtype : unit.reduce_dtype;
     std::int64_t bytes = 0;
-    for (const std::int32_t p : held) {
-      std::int64_t numel = SizeBytes(dtype);
-      for (const std::int64_t size : unit.parameters[p].shape) numel *= size;
-      bytes += numel;
+    std::optional<DType> first;
+    for (std::int32_t p = 0; p < std::ssize(unit.parameters); ++p) {
+      const UnitParameter& parameter = unit.parameters[p];
+      const bool waits = accumulated_[id].contains(p);
+      if (!waits && !grads_[id].contains(p)) continue;
+      const DType dtype = waits ? AccumulatedGradDType(unit, parameter) : MadeGradDType(unit, parameter);
+      if (!first) first = dtype;
+      std::int64_t size = SizeBytes(dtype);
+      for (const std::int64_t extent : parameter.shape) size *= extent;
+      bytes += size;
     }
+    if (!first) return;
     LogEvent& event = Add("accumulate", UnitName(unit));
     event.keys["bytes"] = std::to_string(bytes);
-    event.keys["dtype"] = Name(dtype);
+    event.keys["dtype"] = Name(*first);
     event.keys["kind"] = "unsharded";
   }
 
@@ -353,7 +380,10 @@ class Fsdp2EventWriter {
         LogEvent& event = Add("reshard", UnitName(plan_.units[i.unit]));
         const bool whole = plan_.buffers[i.src].role == BufferRole::kParamSharded;
         event.keys["to"] = whole ? "sharded" : "post_forward";
-        event.keys["bytes"] = std::to_string(KeepsStorage(i.unit) ? 0 : UnshardedBytes(i.unit));
+        event.keys["bytes"] =
+            std::to_string(FlagSetOn(plan_.strategy, plan_.units[i.unit], "set_keep_unsharded_storage")
+                               ? 0
+                               : UnshardedBytes(i.unit));
         break;
       }
       case InstructionKind::kReduceScatter:
@@ -434,19 +464,6 @@ class Fsdp2EventWriter {
     for (const std::int32_t p : buffer.parameters) held.erase(p);
   }
 
-  // As the last call says that reaches the unit (set_keep_unsharded_storage).
-  bool KeepsStorage(UnitId unit) const {
-    bool keeps = false;
-    for (const ModuleCall& call : plan_.strategy.setup) {
-      if (call.method != "set_keep_unsharded_storage") continue;
-      const std::string& module = plan_.units[unit].modules.front();
-      if (call.recurse ? IsUnder(module, call.module) : module == call.module) {
-        keeps = call.value.value_or(true);
-      }
-    }
-    return keeps;
-  }
-
   // What was gathered, all tensors of an extension included, but not what it made of that.
   std::int64_t UnshardedBytes(UnitId unit) const {
     std::int64_t bytes = 0;
@@ -472,6 +489,7 @@ class Fsdp2EventWriter {
   std::vector<std::set<std::int32_t>> grads_, accumulated_;
   std::vector<UnitId> callbacks_;  // roots that have queued their final callback, in that order
   std::vector<bool> in_backward_;  // FSDPState._training_state is PRE_BACKWARD
+  std::vector<bool> reduces_;      // FSDPParamGroup.reduce_grads
 };
 
 }  // namespace

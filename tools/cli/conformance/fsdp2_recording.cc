@@ -36,6 +36,7 @@ class Fsdp2Converter {
 
  private:
   static constexpr std::string_view kModule = "a module of the recording";
+  static constexpr const char* kOneRank = "cut1";  // a dimension of one rank
   static constexpr std::string_view kParameter = "a parameter of the recording";
 
   static DType ToDType(const Json& name) {
@@ -129,9 +130,16 @@ class Fsdp2Converter {
       for (std::size_t u = 0; u < use.size(); ++u) {
         const auto d = static_cast<std::size_t>(std::ranges::find(dims, use[u]) - dims.begin());
         if (d == dims.size()) extra["use"].Fail("names of its dimensions");
-        (u + 1 < use.size() ? over.replicate : over.shard) = within(extra["shape"], d);
+        std::vector<std::string> names = within(extra["shape"], d);
+        if (names.empty()) names = {kOneRank};  // a mesh that replicates alone has one of one shard
+        (u + 1 < use.size() ? over.replicate : over.shard) = std::move(names);
       }
     }
+    const auto has_one = [](const auto& extra) {
+      return std::ranges::find(extra.second.shard, kOneRank) != extra.second.shard.end() ||
+             std::ranges::find(extra.second.replicate, kOneRank) != extra.second.replicate.end();
+    };
+    if (std::ranges::any_of(extra_, has_one)) recording_.strategy.mesh.push_back({std::string(kOneRank), 1});
   }
 
   void ConvertUnits() {

@@ -341,7 +341,8 @@ Result<GivenStrategy> StrategyOf(const std::string& path, const PlanFlags& flags
   return given;
 }
 
-Status ApplyUnitsOf(const PlanFlags& flags, const Trace& trace, const std::string& trace_path, Strategy& strategy) {
+Status ApplyUnitsOf(const PlanFlags& flags, const Trace& trace, const std::string& trace_path,
+                    Strategy& strategy) {
   if (flags.units_of.empty()) return {};
   Result<std::vector<UnitRule>> units = UnitsOfFramework(flags.units_of, trace, strategy);
   if (!units) {

@@ -84,7 +84,8 @@ Result<std::vector<KnobTrial>> TryKnobs(const Plan& plan, const Trace& trace, bo
     const Bytes bytes = ProfileMemory(planned->plan, options).peak_bytes;
     if (bytes != peak) trials.push_back({candidate.knob, bytes, changes_numbers});
   }
-  std::ranges::stable_sort(trials, {}, [](const KnobTrial& t) { return std::pair(t.changes_numbers, t.peak_bytes); });
+  std::ranges::stable_sort(trials, {},
+                           [](const KnobTrial& t) { return std::pair(t.changes_numbers, t.peak_bytes); });
   return trials;
 }
 
@@ -92,8 +93,9 @@ std::string TrialsTable(const std::vector<KnobTrial>& trials, Bytes peak_bytes) 
   std::string text =
       fmt::format("\n{:<48} {:>18} {:>18}\n", "planned again with", "peak, bytes", "difference");
   for (const KnobTrial& trial : trials) {
-    text += fmt::format("{:<48} {:>18} {:>+18}{}\n", Printable(trial.knob), trial.peak_bytes.value,
-                        (trial.peak_bytes - peak_bytes).value, trial.changes_numbers ? "  changes numbers" : "");
+    text +=
+        fmt::format("{:<48} {:>18} {:>+18}{}\n", Printable(trial.knob), trial.peak_bytes.value,
+                    (trial.peak_bytes - peak_bytes).value, trial.changes_numbers ? "  changes numbers" : "");
   }
   return trials.empty() ? "\nno single knob changes the peak\n" : text;
 }

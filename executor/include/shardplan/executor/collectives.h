@@ -75,6 +75,8 @@ class Collectives {
   virtual Status Exchange(const ByteExchange& exchange, StreamId stream);
   // The error of anything issued so far that has failed, without waiting.
   virtual Status Check() = 0;
+  // By communicator, how many were issued. Empty: the backend does not count them.
+  virtual std::vector<std::int64_t> Issued() const { return {}; }
   // Everything in flight fails, here and, as far as the backend can, on the other ranks. `reason` is passed
   // on.
   virtual void Abort(const std::string& reason) = 0;

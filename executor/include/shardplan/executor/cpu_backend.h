@@ -15,6 +15,7 @@
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/torch_device.h"
+#include "shardplan/executor/ways.h"
 
 namespace shardplan::executor {
 
@@ -38,6 +39,7 @@ struct ProcessGroupOptions {
   c10::intrusive_ptr<c10d::Store> store;
   std::shared_ptr<Peers> peers = nullptr;  // which of them are alive; null: nobody knows
   std::vector<std::int64_t> names = {};    // of the plan's ranks in errors; empty: the same numbers
+  std::shared_ptr<Ways> ways = nullptr;    // whether others leave the plan; null: nobody says so
 };
 
 // `device` is the cpu device of the same replayer and outlives it.

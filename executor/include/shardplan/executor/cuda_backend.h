@@ -12,6 +12,7 @@
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/torch_device.h"
+#include "shardplan/executor/ways.h"
 
 namespace shardplan::executor {
 
@@ -39,6 +40,7 @@ struct NcclOptions {
   std::int64_t world_size = 1;
   std::shared_ptr<Peers> peers = nullptr;  // which ranks are alive; null: nobody knows
   std::vector<std::int64_t> names = {};    // of the plan's ranks in errors; empty: the same numbers
+  std::shared_ptr<Ways> ways = nullptr;    // whether others leave the plan; null: nobody says so
 };
 
 // Communicators are made in Prepare, without blocking, within the timeout. Sub-communicators are split off

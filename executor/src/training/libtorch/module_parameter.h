@@ -25,6 +25,7 @@ class ModuleParameter final : public ModelParameter {
   bool requires_grad() const override { return parameter_.requires_grad(); }
   at::Tensor& sharded_grad() const override;
   at::Tensor& unsharded_grad() const override;
+  void SetGradDType(std::optional<at::ScalarType> dtype) override { parameter_.set_grad_dtype(dtype); }
   Status BindUnsharded() override;
   Status BindSharded() override;
   Status PublishGrad(const at::Tensor& local) override;

@@ -234,19 +234,26 @@ Result<std::shared_ptr<LibTorchRuntime>> Training::Impl::MakeRuntime() {
   groups_ = std::make_unique<HostGroups>(groups, world, peers_);
   std::unique_ptr<TorchDevice> device;
   std::unique_ptr<Collectives> collectives;
+  std::shared_ptr<Ways> ways;
+  if (o.ranks > 1) {
+    std::vector<std::int64_t> names(static_cast<std::size_t>(o.ranks));
+    std::iota(names.begin(), names.end(), 0);
+    ways = std::make_shared<Ways>(Part(o.store, "ways"), o.rank, std::move(names), o.timeout, peers_);
+  }
   if (o.device.is_cuda()) {
     auto cuda = MakeCudaDevice(std::max<int>(o.device.index(), 0), o.memory);
     if (!cuda) return std::unexpected(cuda.error());
     device = std::move(*cuda);
     allocations_ = CudaAllocations(std::max<int>(o.device.index(), 0));
-    auto nccl = MakeNcclCollectives(*device, {o.timeout, Part(o.store, "nccl"), plan_->world_size, peers_});
+    auto nccl =
+        MakeNcclCollectives(*device, {o.timeout, Part(o.store, "nccl"), plan_->world_size, peers_, {}, ways});
     if (!nccl) return std::unexpected(nccl.error());
     collectives = std::move(*nccl);
   } else {
     allocations_ = CountCpuAllocations();
     device = MakeCpuDevice(o.memory);
-    collectives =
-        MakeProcessGroupCollectives(*device, {groups, o.timeout, Part(o.store, "progress"), peers_});
+    collectives = MakeProcessGroupCollectives(
+        *device, {groups, o.timeout, Part(o.store, "progress"), peers_, {}, ways});
   }
   RuntimeOptions options = {
       .after_deviation = "Plan the step as it is trained, or train with OnDeviation::kOnDemand",
@@ -254,7 +261,8 @@ Result<std::shared_ptr<LibTorchRuntime>> Training::Impl::MakeRuntime() {
           "it was changed after Training::Create. Set it before, and trace and plan the model "
           "again, or leave it as it was and keep the parameter out of the optimizer",
       .gives_up = "Training::AbandonStep",
-      .warn = [this](const std::string& text) { Warn(text); }};
+      .warn = [this](const std::string& text) { Warn(text); },
+      .ways = std::move(ways)};
   return std::make_shared<LibTorchRuntime>(plan_, o.rank, std::move(device), std::move(collectives),
                                            std::move(groups), std::move(options));
 }

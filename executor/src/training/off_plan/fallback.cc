@@ -2,6 +2,7 @@
 #include "training/off_plan/fallback.h"
 
 #include <fmt/format.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <utility>
@@ -21,7 +22,16 @@ std::string TriggerText(const Plan& plan, const TriggerKey& key) {
 
 bool Fallback::IsAsPlanned(PlanPosition next, TriggerKind kind, UnitId unit) const {
   const Trigger& expected = order_.At(next);
-  return expected.kind == kind && expected.unit == unit && MissingGradient(next).empty();
+  return expected.kind == kind && expected.unit == unit && MissingGradient(next).empty() &&
+         ExtraGradient(next).empty();
+}
+
+std::string Fallback::ExtraGradient(PlanPosition next) const {
+  for (const SegmentGrad& left : order_.GradientsLeftAt(next)) {
+    if (units_[left.unit].parameters[left.parameter]->unsharded_grad().defined())
+      return ParameterText(plan_, left.unit, left.parameter);
+  }
+  return {};
 }
 
 std::string Fallback::MissingGradient(PlanPosition next) const {
@@ -84,14 +94,29 @@ std::vector<Fallback::Passed> Fallback::PlannedLog(PlanPosition until) const {
   return log;
 }
 
+// A gather or a reduction that some ranks do not come to, or come to with another unit, has no end, or a bad
+// one.
+void Fallback::CheckTogether(TriggerKind kind, UnitId unit) {
+  constexpr std::int64_t kKinds = 32;
+  const std::int64_t number =
+      ((unit + 1) * kKinds + static_cast<std::int64_t>(kind)) * 2 + (reduces_(unit) ? 1 : 0);
+  if (on_demand_.Alike(number)) return;
+  const std::string here = fmt::format("{}{}, on demand", TriggerText(plan_, {kind, unit, 0}),
+                                       reduces_(unit) ? "" : " without a reduction");
+  throw TrainingError(ErrorCode::kNegative, "the ranks go different ways: " + in_words_(here));
+}
+
 void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
+  CheckTogether(kind, unit);
   log_.push_back({kind, unit, {}, !reduces_(unit)});
   switch (kind) {
     case TriggerKind::kPreForward:
     case TriggerKind::kPreBackward:
       return on_demand_.Unshard(unit, full_precision);
     case TriggerKind::kPostForward:
-      return units_[unit].in_backward ? void() : on_demand_.Reshard(unit);
+      return units_[unit].in_backward || torch::autograd::get_current_graph_task_id() != -1
+                 ? void()
+                 : on_demand_.Reshard(unit);
     case TriggerKind::kPostBackward:
       TakeGradients(unit);
       return on_demand_.Reshard(unit);
@@ -127,6 +152,7 @@ std::vector<Fallback::Seen> Fallback::Gradients(UnitId unit) const {
 
 void Fallback::EndBackward() {
   for (const UnitId unit : on_demand_.UnitsWithGradients()) TakeGradients(unit);
+  on_demand_.EndBackward();
   on_demand_.ReshardAll();
   --backwards_left_;
 }

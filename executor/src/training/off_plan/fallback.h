@@ -33,16 +33,19 @@ class Fallback {
     bool keeps = false;  // post_backward, backward_end: gradients were not reduced
   };
 
-  // reduces(unit): are its gradients to be reduced, or kept? All outlive this.
+  // reduces(unit): are its gradients to be reduced, or kept? in_words(text): what each rank says, when all
+  // say something. All outlive this.
   Fallback(const Plan& plan, const PlanOrder& order, std::vector<UnitState>& units,
            const BufferParameters& buffer_parameters, OnDemand& on_demand,
-           std::function<bool(UnitId)> reduces, UserLock* lock)
+           std::function<bool(UnitId)> reduces, std::function<std::string(const std::string&)> in_words,
+           UserLock* lock)
       : plan_(plan),
         order_(order),
         units_(units),
         buffer_parameters_(buffer_parameters),
         on_demand_(on_demand),
         reduces_(std::move(reduces)),
+        in_words_(std::move(in_words)),
         lock_(lock) {}
 
   // A deviation does not end the training: its step is finished here, then on_step_end() is called.
@@ -57,12 +60,17 @@ class Fallback {
   bool IsAsPlanned(PlanPosition next, TriggerKind kind, UnitId unit) const;
   // A parameter that has no gradient although the trigger at `next` takes it; "": none.
   std::string MissingGradient(PlanPosition next) const;
+  // A parameter that has a gradient where `next` takes those of its unit, and that the plan does not take;
+  // "": none.
+  std::string ExtraGradient(PlanPosition next) const;
   // The step leaves its plan before `replayer`'s next trigger; `found` is what comes instead of `expected`,
   // for people. publish(): hands over the gradients that the plan has reduced.
   void Begin(const std::string& found, const std::string& expected, Replayer& replayer,
              const std::function<void()>& publish);
   // A point that is passed while active. full_precision: of a unit that is not to be gathered in the low one.
   void Pass(TriggerKind kind, UnitId unit, bool full_precision);
+  // All ranks are there. Collective.
+  void CheckTogether(TriggerKind kind, UnitId unit);
   // Another output tensor of a flat unit got its gradient.
   void NotePreBackward(UnitId unit) { log_.push_back({TriggerKind::kPreBackward, unit, {}}); }
   // The step is over: reduces what is not reduced, and calls on_step_end().
@@ -94,6 +102,7 @@ class Fallback {
   const BufferParameters& buffer_parameters_;
   OnDemand& on_demand_;
   const std::function<bool(UnitId)> reduces_;
+  const std::function<std::string(const std::string&)> in_words_;
   UserLock* const lock_;
   std::function<void()> on_step_end_;  // empty: a deviation is an error
   bool active_ = false;

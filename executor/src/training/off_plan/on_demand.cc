@@ -11,6 +11,7 @@
 
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/on_demand.h"
+#include "shardplan/schemas/setters.h"
 #include "training/failure.h"
 
 namespace shardplan::executor {
@@ -46,7 +47,9 @@ OnDemand::OnDemand(const Plan& plan, std::int64_t rank, TorchDevice& device, std
       whole_(plan.units.size(), -1),
       gathered_(plan.units.size(), Gathered::kNo),
       offloads_(plan.units.size()),
-      keeps_(plan.units.size()) {
+      keeps_(plan.units.size()),
+      reduces_unused_(plan.units.size()),
+      reduced_(plan.units.size()) {
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
     const Buffer& buffer = plan.buffers[b];
     const bool shard_on_host =
@@ -56,7 +59,10 @@ OnDemand::OnDemand(const Plan& plan, std::int64_t rank, TorchDevice& device, std
       whole_[buffer.unit] = static_cast<BufferId>(b);
     }
   }
-  for (std::size_t u = 0; u < plan.units.size(); ++u) kept_.push_back(KeptBy(plan, static_cast<UnitId>(u)));
+  for (std::size_t u = 0; u < plan.units.size(); ++u) {
+    kept_.push_back(KeptBy(plan, static_cast<UnitId>(u)));
+    reduces_unused_[u] = FlagSetOn(plan.strategy, plan.units[u], "set_reduce_scatter_unused_params");
+  }
 }
 
 void OnDemand::Start(Replayer& replayer, Model& model, ProfilerRanges& ranges) {
@@ -190,7 +196,18 @@ std::vector<bool> OnDemand::KeptOr(const std::vector<std::int32_t>& fresh, UnitI
   return has;
 }
 
+bool OnDemand::Alike(std::int64_t number) const {
+  const ReleaseLock unlocked(lock_);
+  return presence_.Alike(number);
+}
+
 bool OnDemand::HasGradients(UnitId unit) const { return HasKept(unit) || !Fresh(unit).empty(); }
+
+bool OnDemand::ReducesZeros(UnitId unit) const {
+  return reduces_unused_[unit] && units_[unit].was_unsharded && !reduced_[unit];
+}
+
+void OnDemand::EndBackward() { reduced_.assign(units_.size(), false); }
 
 // A procedure finds all of them there.
 void OnDemand::FillKept(UnitId unit) {
@@ -208,7 +225,13 @@ std::vector<std::int32_t> OnDemand::Reduce(UnitId unit) {
   if (!replayer_->Has(ProcedureKind::kReduce, unit)) return {};  // nothing of it trains
   const std::vector<std::int32_t> fresh = Fresh(unit);
   const bool kept = HasKept(unit);
-  const std::vector<bool> mine = KeptOr(fresh, unit);
+  std::vector<bool> mine = KeptOr(fresh, unit);
+  if (ReducesZeros(unit)) {
+    for (std::size_t p = 0; p < mine.size(); ++p) {
+      mine[p] = mine[p] || plan_.units[unit].parameters[p].requires_grad;
+    }
+  }
+  reduced_[unit] = true;
   std::vector<bool> any;
   {
     const ReleaseLock unlocked(lock_);
@@ -261,7 +284,9 @@ void OnDemand::ReducePartial() {
 
 std::vector<UnitId> OnDemand::UnitsWithGradients() const {
   std::vector<bool> mine(units_.size());
-  for (std::size_t u = 0; u < units_.size(); ++u) mine[u] = HasGradients(static_cast<UnitId>(u));
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    mine[u] = HasGradients(static_cast<UnitId>(u)) || ReducesZeros(static_cast<UnitId>(u));
+  }
   std::vector<bool> any;
   {
     const ReleaseLock unlocked(lock_);

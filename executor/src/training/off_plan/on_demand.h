@@ -46,8 +46,12 @@ class OnDemand {
   // The step leaves the plan: what it has gathered is freed by Reshard.
   void TakeOver();
 
+  // Is the number the same on all ranks? Collective.
+  bool Alike(std::int64_t number) const;
   // Has this rank gradients of the unit that are not reduced?
   bool HasGradients(UnitId unit) const;
+  // Does a gradient of the parameter wait for a later backward, in memory of the plan?
+  bool IsKept(UnitId unit, std::int32_t parameter) const;
   // Reduces the unit's gradients, those of this backward and those that were kept, and hands them to the
   // sharded parameters: those that any rank has. Collective. Returns the parameters whose gradients this rank
   // made since they were kept last.
@@ -58,6 +62,8 @@ class OnDemand {
   void ReducePartial();
   // Units of which any rank has gradients that are not reduced. Collective.
   std::vector<UnitId> UnitsWithGradients() const;
+  // The backward is over: from the next one on all units may be reduced again.
+  void EndBackward();
   // Drops all gradients that are not reduced.
   void DropGradients();
 
@@ -78,8 +84,8 @@ class OnDemand {
   void Call(ProcedureKind kind, UnitId unit);
   void CheckKept() const;
   bool HasFreshGradient(UnitId unit, std::int32_t parameter) const;
-  bool IsKept(UnitId unit, std::int32_t parameter) const;
   bool HasKept(UnitId unit) const;
+  bool ReducesZeros(UnitId unit) const;
   void FillKept(UnitId unit);
   std::vector<std::int32_t> Fresh(UnitId unit) const;
   std::vector<bool> KeptOr(const std::vector<std::int32_t>& fresh, UnitId unit) const;
@@ -105,6 +111,10 @@ class OnDemand {
   std::vector<bool> offloads_;               // by unit: its shard is in host memory
   bool copies_shards_ = false;               // Unshard has copied one since AwaitShards
   std::vector<std::vector<bool>> keeps_;     // by unit and parameter: Keep had a gradient; empty: see IsKept
+  // By unit: a parameter without a gradient is reduced with zeros, once the unit has been gathered
+  // (set_reduce_scatter_unused_params).
+  std::vector<bool> reduces_unused_;
+  std::vector<bool> reduced_;  // by unit: in the backward under way
   UnderWay under_way_;
 };
 

@@ -147,6 +147,45 @@ bool PassedSilently(TriggerKind kind) {
   }
 }
 
+namespace {
+
+using Taken = std::vector<std::vector<BufferId>>;  // by trigger
+using OfUnits = std::set<std::pair<UnitId, std::int32_t>>;
+
+void Add(const Plan& plan, const std::vector<BufferId>& buffers, OfUnits& parameters) {
+  for (const BufferId buffer : buffers) {
+    for (const std::int32_t p : ParametersOf(plan, plan.buffers[buffer]))
+      parameters.insert({plan.buffers[buffer].unit, p});
+  }
+}
+
+// See GradientsLeftAt. Other steps may take what one keeps.
+std::vector<std::vector<SegmentGrad>> LeftOf(const Plan& plan, const std::vector<Taken>& taken,
+                                             std::size_t step) {
+  OfUnits later;
+  for (std::size_t s = 0; s < taken.size(); ++s) {
+    for (const std::vector<BufferId>& buffers : taken[s]) {
+      if (s != step) Add(plan, buffers, later);
+    }
+  }
+  std::vector<std::vector<SegmentGrad>> left(taken[step].size());
+  for (std::size_t t = left.size(); t-- > 0;) {
+    Add(plan, taken[step][t], later);
+    std::set<UnitId> units;
+    for (const BufferId buffer : taken[step][t]) units.insert(plan.buffers[buffer].unit);
+    for (const UnitId unit : units) {
+      const std::vector<UnitParameter>& parameters = plan.units[unit].parameters;
+      if (plan.units[unit].layout == LayoutKind::kFlat) continue;
+      for (std::int32_t p = 0; p < std::ssize(parameters); ++p) {
+        if (parameters[p].requires_grad && !later.contains({unit, p})) left[t].push_back({unit, p});
+      }
+    }
+  }
+  return left;
+}
+
+}  // namespace
+
 PlanOrder::PlanOrder(const Plan& plan) : plan_(plan) {
   for (const PlanStep& step : plan.steps) {
     std::vector<std::vector<BufferId>>& taken = taken_.emplace_back();
@@ -159,6 +198,7 @@ PlanOrder::PlanOrder(const Plan& plan) : plan_(plan) {
       for (std::size_t i = forward.begin; i <= forward.end; ++i) without[i] = true;
     }
   }
+  for (std::size_t s = 0; s < plan.steps.size(); ++s) left_.push_back(LeftOf(plan, taken_, s));
   const std::vector<std::vector<bool>> last = LastBackwards(plan);
   for (std::size_t s = 0; s < plan.steps.size(); ++s) {
     const std::vector<Trigger>& triggers = plan.steps[s].triggers;

@@ -47,6 +47,11 @@ class PlanOrder {
   const std::vector<BufferId>& GradientsTakenAt(PlanPosition position) const {
     return taken_[position.step][position.trigger];
   }
+  // Parameters that train, of the units whose gradients it takes, and that no trigger takes from there on:
+  // a gradient that one of them has there is of no use to the plan.
+  const std::vector<SegmentGrad>& GradientsLeftAt(PlanPosition position) const {
+    return left_[position.step][position.trigger];
+  }
   // The next user call of the unit that does something, before the next trigger of a hook.
   std::optional<PlanPosition> NextUserCall(PlanPosition position, UnitId unit) const;
   // Whether one of any unit there takes gradients: a backward that the user finalizes.
@@ -61,8 +66,9 @@ class PlanOrder {
   std::vector<std::vector<bool>> no_backward_;    // by step and trigger
   std::vector<std::vector<bool>> last_backward_;  // the same
   std::vector<std::vector<std::shared_ptr<const std::vector<UnitGradients>>>> gradients_;
-  std::vector<std::vector<bool>> keeps_;                   // the same
-  std::vector<std::vector<std::vector<BufferId>>> taken_;  // the same
+  std::vector<std::vector<bool>> keeps_;                     // the same
+  std::vector<std::vector<std::vector<BufferId>>> taken_;    // the same
+  std::vector<std::vector<std::vector<SegmentGrad>>> left_;  // the same
 };
 
 // Has the model no hook for it? The user's calls are passed when the next trigger that has one comes.

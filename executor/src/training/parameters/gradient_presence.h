@@ -2,6 +2,8 @@
 // Which gradients do the ranks have? Beside the plan each may have others.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
@@ -20,10 +22,17 @@ class GradientPresence {
 
   // `mine` of this rank, or'ed over all ranks that reduce the unit's gradients.
   std::vector<bool> AnyRank(UnitId unit, const std::vector<bool>& mine) const;
+  // Is `number` the same on all these ranks?
+  bool Alike(std::int64_t number) const;
   // The same of flags by unit, over the ranks of the first unit that is spread over any.
   std::vector<bool> AnyRankByUnit(const std::vector<bool>& mine) const;
 
  private:
+  // Over the ranks that reduce the unit's gradients, on the CPU.
+  at::Tensor Largest(const Unit& unit, at::Tensor numbers) const;
+  // The first unit that is spread over ranks; null: none is.
+  const Unit* FirstSpread() const;
+
   const Plan& plan_;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
 };

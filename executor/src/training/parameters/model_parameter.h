@@ -5,6 +5,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "shardplan/schemas/error.h"
 
 namespace shardplan::executor {
@@ -19,6 +21,9 @@ class ModelParameter {
   virtual at::Tensor& sharded_grad() const = 0;
   // What autograd leaves of a backward: the gradient of the whole parameter; undefined: none.
   virtual at::Tensor& unsharded_grad() const = 0;
+  // What autograd converts that gradient to from now on; nothing: it stays as it is made. Where a gradient is
+  // there, it has this dtype.
+  virtual void SetGradDType(std::optional<at::ScalarType> dtype) = 0;
   // ... as the tensor to reduce. Throws TrainingError.
   virtual at::Tensor LocalGradient() const { return unsharded_grad(); }
 

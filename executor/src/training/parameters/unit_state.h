@@ -25,6 +25,8 @@ struct UnitState {
   bool in_backward = false;                                 // between its pre_backward and its post_backward
   bool backward_begun = false;  // from its pre_backward to the end of the backward
   bool unsharded = false;       // its modules hold the whole parameters
+  bool was_unsharded = false;   // ... have held them
+  bool gathered_again = false;  // in the recomputation under way
   bool unplanned = false;       // gathered by something that is not in the plan
 };
 

@@ -55,8 +55,8 @@ class UnitOperations {
   bool HasGradients(UnitId unit) const;
 
   // Starts to gather the parameters, which waits for the last optimizer step. Nothing if they are gathering
-  // or unsharded. What is gathered or unsharded in an optimizer step stays as it was before the step (the
-  // verifier's remark stale_parameters): free it, and gather again.
+  // or unsharded. What is gathering when an optimizer steps is awaited first. What is unsharded then stays as
+  // it was before the step (the verifier's remark stale_parameters): free it, and gather again.
   void Gather(UnitId unit);
   // The compute stream waits for the gather and copies out: the model may read the parameters. Nothing if
   // they are not gathering.

@@ -11,10 +11,18 @@
 #include "policy/fsdp2/gradient_divide_factors.h"
 #include "policy/fsdp2/reduce_scatter_copy_in.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/precision.h"
 #include "units/layout.h"
 
 namespace shardplan::fsdp2 {
 namespace {
+
+// FSDPParamGroup._get_reduce_dtype.
+DType ReduceDType(const ForeachReduceArguments& arguments, const UnshardedGrads::Taken& grads) {
+  const DType dtype = ReduceDTypeOf(arguments.scope.unit(), grads.parameters);
+  if (arguments.partial_reduce_output < 0) return dtype;
+  return PromoteTypes(dtype, arguments.scope.program().plan().buffers[arguments.partial_reduce_output].dtype);
+}
 
 // One call.
 class Reduction {
@@ -24,7 +32,8 @@ class Reduction {
         scope_(arguments.scope),
         program_(arguments.scope.program()),
         grads_(grads),
-        factors_(GetGradientDivideFactors(arguments.scope, arguments.settings)),
+        reduce_dtype_(ReduceDType(arguments, grads)),
+        factors_(GetGradientDivideFactors(arguments.scope, arguments.settings, reduce_dtype_)),
         reduce_scatter_stream_(arguments.comm_ctx.reduce_scatter_stream()) {
     result_.partial_reduce_output = arguments.partial_reduce_output;
   }
@@ -52,6 +61,7 @@ class Reduction {
   const UnitScope& scope_;
   ProgramBuilder& program_;
   const UnshardedGrads::Taken& grads_;
+  const DType reduce_dtype_;
   const GradientDivideFactors factors_;
   const StreamId reduce_scatter_stream_;
   ForeachReduceResult result_;
@@ -83,8 +93,8 @@ BufferId Reduction::Output(BufferRole role) const {
     numel += PaddedPieceNumel(unit.parameters[p], scope_.shard_ranks());
   }
   if (IsInnerReduced(role)) numel *= program_.plan().communicators[unit.outer_reduce_communicator].size;
-  return scope_.StagingBuffer(arguments_.settings.allocate_memory_from_process_group, role, unit.reduce_dtype,
-                              Bytes{numel * SizeBytes(unit.reduce_dtype)}, grads_.parameters);
+  return scope_.StagingBuffer(arguments_.settings.allocate_memory_from_process_group, role, reduce_dtype_,
+                              Bytes{numel * SizeBytes(reduce_dtype_)}, grads_.parameters);
 }
 
 // FSDPParamGroup._prepare_partial_reduce_output: a parameter that has come in has zeros in it.
@@ -94,7 +104,8 @@ void Reduction::PreparePartial() {
   if (scope_.rules().partial_sums_are_awaited) {
     program_.WaitStream(reduce_scatter_stream_, kCompute, fmt::format("{}.partial_awaited", scope_.Name()));
   }
-  if (program_.plan().buffers[partial].parameters == grads_.parameters) return;
+  const Buffer& before = program_.plan().buffers[partial];
+  if (before.parameters == grads_.parameters && before.dtype == reduce_dtype_) return;
   result_.partial_reduce_output = Output(program_.plan().buffers[partial].role);
   program_.Allocate(result_.partial_reduce_output, reduce_scatter_stream_);
   Instruction& zero = program_.Emit(InstructionKind::kGradZero, reduce_scatter_stream_);
@@ -230,7 +241,7 @@ ForeachReduceResult Reduction::Run() {
   const std::size_t same = arguments_.comm_ctx.ReduceScattersOf(id);
   const std::string again = same == 0 ? "" : fmt::format("again_{}", same + 1);
   const ReduceScatterInput input =
-      ReduceScatterCopyIn(scope_, grads_, settings.allocate_memory_from_process_group, again);
+      ReduceScatterCopyIn(scope_, grads_, settings.allocate_memory_from_process_group, reduce_dtype_, again);
   program_.WaitStream(reduce_scatter_stream_, kCompute, fmt::format("{}.grads_ready", scope_.Name()));
 
   const bool has_another_level = InTwoLevels() || scope_.unit().replicate_communicator >= 0;

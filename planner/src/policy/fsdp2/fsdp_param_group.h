@@ -117,6 +117,8 @@ class FsdpParamGroup {
   bool lazily_initialised() const { return state_.lazily_initialised; }
   bool is_unsharded() const { return params_.is_unsharded(); }
   bool is_gathering() const { return state_.all_gather_result.has_value(); }
+  // Parameters that the next unshard or copy-out takes in place of the shards.
+  bool holds_copies_of_shards() const { return is_gathering() || params_.is_sharded_post_forward(); }
   // Of the gather that nothing has waited for; -1: there is none, or it is that of a single rank.
   EventId all_gather_event() const { return is_gathering() ? state_.all_gather_result->event : -1; }
   // Gradients, or a sum of them over the shards, that wait for a reduction.

@@ -5,9 +5,9 @@
 
 namespace shardplan::fsdp2 {
 
-GradientDivideFactors GetGradientDivideFactors(const UnitScope& scope, const ParamGroupSettings& settings) {
+GradientDivideFactors GetGradientDivideFactors(const UnitScope& scope, const ParamGroupSettings& settings,
+                                               DType dtype) {
   const std::optional<double>& given = settings.gradient_divide_factor;
-  const DType dtype = scope.unit().reduce_dtype;
   const bool overflow_risk = dtype != DType::kFloat32 && dtype != DType::kBFloat16;
   const bool single = scope.shard_ranks() == 1;
   const auto ranks = static_cast<double>(scope.shard_ranks() * scope.choice().replicate_size);

@@ -18,7 +18,8 @@ struct GradientDivideFactors {
   ReduceOp all_reduce = ReduceOp::kSum;
 };
 
-GradientDivideFactors GetGradientDivideFactors(const UnitScope& scope, const ParamGroupSettings& settings);
+GradientDivideFactors GetGradientDivideFactors(const UnitScope& scope, const ParamGroupSettings& settings,
+                                               DType dtype);
 
 // A division kernel, for a factor other than 1.
 void DivIfNeeded(const std::optional<double>& factor, BufferId buffer, StreamId stream,

@@ -6,7 +6,7 @@
 
 #include "policy/fsdp2/fsdp_param_group.h"
 #include "shardplan/schemas/alive_buffers.h"
-#include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/precision.h"
 
 namespace shardplan::fsdp2 {
 namespace {
@@ -25,7 +25,8 @@ class Emitter {
       const UnitParameter& parameter = scope.unit().parameters[p];
       if (!parameter.requires_grad) continue;
       trained_.insert(static_cast<std::int32_t>(p));
-      const bool casts = ComputeDType(scope.unit(), parameter) != scope.unit().reduce_dtype;
+      const bool casts =
+          MadeGradDType(scope.unit(), parameter) != AccumulatedGradDType(scope.unit(), parameter);
       (casts ? cast_ : kept_).insert(static_cast<std::int32_t>(p));
     }
   }

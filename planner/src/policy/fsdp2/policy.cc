@@ -107,6 +107,9 @@ Status Fsdp2Policy::BackwardEnd(const HookPoint& event) {
 
 void Fsdp2Policy::OptimizerStep(const HookPoint& event) {
   program_.BeginTrigger(TriggerKind::kOptimizerStep, -1, event.microbatch);
+  for (const FsdpParamGroup* group : groups_) {
+    if (group != nullptr && group->holds_copies_of_shards()) faults_.Add(PyTorchFault::kFsdp2Outdated);
+  }
   StepOptimizer(groups_, optimizer_);
   if (!input_.strategy.fsdp2.post_optim_event) return;
   // The user's own event: unrelated work after the optimizer does not hold up the first all-gather.

@@ -86,10 +86,9 @@ std::vector<BufferId> DropCopiedGrads(const UnitScope& scope, std::int32_t last_
 }  // namespace
 
 ReduceScatterInput ReduceScatterCopyIn(const UnitScope& scope, const UnshardedGrads::Taken& taken,
-                                       bool from_process_group, std::string_view suffix) {
+                                       bool from_process_group, DType dtype, std::string_view suffix) {
   SHARDPLAN_ASSERT(!taken.parameters.empty(), "a group without gradients reduces nothing");
   ProgramBuilder& program = scope.program();
-  const DType dtype = scope.unit().reduce_dtype;
   std::int64_t numel = 0;
   for (const std::int32_t p : taken.parameters) {
     numel += PaddedPieceNumel(scope.unit().parameters[p], scope.shard_ranks());

@@ -20,6 +20,6 @@ struct ReduceScatterInput {
 // Copies the gradients, cut and padded, one rank's piece after another, into a new buffer.
 // `from_process_group`: where its memory comes from; `suffix`: of its name.
 ReduceScatterInput ReduceScatterCopyIn(const UnitScope& scope, const UnshardedGrads::Taken& taken,
-                                       bool from_process_group, std::string_view suffix);
+                                       bool from_process_group, DType dtype, std::string_view suffix);
 
 }  // namespace shardplan::fsdp2

@@ -47,14 +47,22 @@ class ShardedGrads {
     std::map<BufferId, std::vector<std::int32_t>> added;
     std::vector<std::int32_t> fresh;
   };
+  // Parameters whose sharded gradients have one dtype (_cast_and_view_sharded_grads).
+  struct Run {
+    DType dtype = DType::kFloat32;
+    std::vector<std::int32_t> parameters;  // ascending
+    bool copies = false;  // into memory of its own: another dtype than the reduction's, or less than those
+  };
+  std::vector<Run> RunsOf(BufferId reduced, const std::vector<std::int32_t>& parameters) const;
   Destinations DestinationsOf(const std::vector<std::int32_t>& parameters) const;
-  bool Casts() const { return scope_.unit().reduce_dtype != ShardedGradDType(scope_.unit()); }
-  std::vector<Bytes> Parts(const std::vector<std::int32_t>& parameters) const;
-  BufferId Cast(BufferId reduced, StreamId stream, const std::vector<std::int32_t>& parameters) const;
+  std::vector<Bytes> Parts(const Run& run, const std::vector<std::int32_t>& parameters) const;
+  BufferId Cast(BufferId reduced, StreamId stream, const Run& run) const;
   void SetGrads(const std::vector<std::int32_t>& parameters, BufferId grad);
-  void DeliverToHost(BufferId reduced, StreamId stream, const std::vector<std::int32_t>& parameters);
-  BufferId CopyToHost(BufferId from, StreamId stream, const std::vector<std::int32_t>& parameters,
-                      std::string_view suffix, MemoryKind memory);
+  bool DeliverRun(BufferId reduced, StreamId stream, const Run& run);
+  void DeliverToHost(BufferId reduced, StreamId stream, const Run& run);
+  BufferId CopyToHost(BufferId from, StreamId stream, const Run& run,
+                      const std::vector<std::int32_t>& parameters, std::string_view suffix,
+                      MemoryKind memory);
 
   const UnitScope& scope_;
   State state_;

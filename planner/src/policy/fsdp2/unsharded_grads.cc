@@ -11,6 +11,7 @@
 
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/precision.h"
 #include "units/layout.h"
 
 namespace shardplan::fsdp2 {
@@ -35,7 +36,8 @@ BufferId UnshardedGrads::GradBuffer(const std::set<std::int32_t>& parameters, bo
 
 DType UnshardedGrads::GradDType(std::int32_t parameter, bool accumulated) const {
   const Unit& unit = scope_.unit();
-  return accumulated ? unit.reduce_dtype : ComputeDType(unit, unit.parameters[parameter]);
+  const UnitParameter& of = unit.parameters[parameter];
+  return accumulated ? AccumulatedGradDType(unit, of) : MadeGradDType(unit, of);
 }
 
 void UnshardedGrads::AccumulateIfNeeded() {
@@ -110,7 +112,8 @@ std::vector<BufferId> UnshardedGrads::MakeZeros(const std::set<std::int32_t>& pa
   const Unit& unit = scope_.unit();
   std::map<std::pair<DType, std::int32_t>, std::vector<std::int32_t>> together;
   for (const std::int32_t p : parameters) {
-    together[{GradDType(p, accumulated), scope_.IsChunked(p) ? p : -1}].push_back(p);
+    const DType dtype = accumulated ? GradDType(p, true) : ComputeDType(unit, unit.parameters[p]);
+    together[{dtype, scope_.IsChunked(p) ? p : -1}].push_back(p);
   }
   std::vector<BufferId> made;
   for (const auto& [kind, of_kind] : together) {

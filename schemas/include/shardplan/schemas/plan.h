@@ -54,6 +54,11 @@ struct UnitParameter {
   std::vector<ParameterPlacement> placements;  // over the mesh's other dimensions, as in the trace
   std::optional<DType> param_dtype;            // gathered and computed in, where it is not the unit's
   std::optional<DType> grad_dtype;             // of the sharded gradient, where it is not the parameter's
+  // fsdp2 of 2.15: what autograd leaves of its unsharded gradient, where that is not what the parameter is
+  // computed in; and what the gradient is in while it waits for a later micro-batch, where that is not the
+  // unit's reduce_dtype (several grad_dtypes in a unit). See precision.h.
+  std::optional<DType> made_grad_dtype;
+  std::optional<DType> accumulated_grad_dtype;
   // An all-gather extension: what one rank gathers in place of its shard, and what is allocated beside the
   // gathered tensors. Empty: the shard itself.
   std::vector<ExtensionBuffer> gathered;
@@ -370,6 +375,7 @@ enum class PyTorchFault : std::uint8_t {
   kFsdp2GroupNotUnsharded,
   kFsdp2GradientsGrow,
   kFsdp2PartialSumLeft,
+  kFsdp2Outdated,
 };
 
 // A violation that the verifier finds in the plan because PyTorch has it.

@@ -3,7 +3,9 @@
 // (MixedPrecisionPolicy, MixedPrecision).
 #pragma once
 
+#include <cstdint>
 #include <string_view>
+#include <vector>
 
 #include "shardplan/schemas/dtype.h"
 #include "shardplan/schemas/plan.h"
@@ -17,10 +19,38 @@ bool Matches(std::string_view pattern, std::string_view fqn);
 
 // What a parameter is gathered and computed in.
 DType AskedParamDType(const MixedPrecision& mixed, const UnitParameter& parameter, const PyTorchRules& rules);
-// What sharded gradients of the unit are in: the grad_dtype of its parameters, which is one, or their dtype.
-DType ShardedGradDType(const Unit& unit);
-// What gradients are reduced in, of a unit that is computed in `computed`; `sharded`: what they are in after.
+
+// [Note: dtypes of a gradient]
+// Of fsdp2, parameter by parameter, from autograd to the optimizer:
+//   made         what autograd leaves of the unsharded parameter: MadeGradDType
+//   accumulated  what it is in while it waits for a later micro-batch: AccumulatedGradDType
+//   reduced      one for all that are reduced together: ReduceDTypeOf
+//   sharded      .grad of the shard, which the optimizer reads: ShardedGradDType
+// Before gradients_stay_as_made autograd converts to what the parameter is computed in. From then on a dtype
+// that is wider than that stays until the reduction's copy-in, unless the gradient may be a partial sum over
+// a mesh dimension that is not FSDP's: then autograd converts it to the accumulated dtype
+// (FSDPParamGroup._set_unsharded_grad_dtypes, FSDPParam.may_reduce_grad_outside_dp).
+
+// What autograd leaves of the unsharded gradient.
+DType MadeGradDType(const Unit& unit, const UnitParameter& parameter);
+// What the gradient is in while it waits for a later micro-batch (FSDPParam.unsharded_grad_dtype).
+DType AccumulatedGradDType(const Unit& unit, const UnitParameter& parameter);
+// What gradients of these parameters of the unit are reduced in, together (FSDPParamGroup._get_reduce_dtype).
+DType ReduceDTypeOf(const Unit& unit, const std::vector<std::int32_t>& parameters);
+// What the sharded gradient is in: Tensor.grad_dtype of the parameter, or its dtype.
+DType ShardedGradDType(const UnitParameter& parameter);
+// May autograd leave the gradient wider than the parameter is computed in, of an accumulated dtype that is?
+bool KeepsWiderGrads(const Unit& unit, const UnitParameter& parameter);
+// May the gradient be a partial sum over a mesh dimension that is not FSDP's?
+bool MayReduceOutsideDataParallel(const UnitParameter& parameter);
+// torch.promote_types.
+DType PromoteTypes(DType a, DType b);
+
+// What a strategy asks gradients to be reduced in, of a unit that is computed in `computed`. `sharded`: what
+// they are in after.
 DType AskedReduceDType(const MixedPrecision& mixed, DType sharded, DType computed, const PyTorchRules& rules);
+// The promoted dtype of the unit's sharded gradients.
+DType PromotedGradDType(const Unit& unit);
 
 // Whether gradients that are not reduced at once are kept in another dtype than they are made in: the reduce
 // dtype.

@@ -27,6 +27,7 @@ struct PyTorchRules {
   bool partial_sums_are_awaited = false;
   bool partial_sums_get_zeros = false;
   bool grad_dtypes_are_kept = false;
+  bool gradients_stay_as_made = false;
   bool gathers_are_freed_before_copy_out = false;
   bool gradients_are_freed_together = false;
   bool workspaces_are_given_back = false;
@@ -180,6 +181,17 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .now = "its sharded gradient has that dtype; without a reduce dtype gradients are reduced in it",
      .where = "FSDPParam._capture_grad_dtype_policy",
      .shown_by = "fsdp2_215/gptish_bf16params_gradfp32_w2"},
+    {.name = "gradients_stay_as_made",
+     .rule = &PyTorchRules::gradients_stay_as_made,
+     .since = PyTorchVersion::k2_15,
+     .policy = "fsdp2",
+     .before = "autograd converts the gradient of an unsharded parameter to the parameter's dtype",
+     .now = "a gradient that autograd makes in a wider dtype, up to that of the reduction (of a norm's "
+            "weight in "
+            "bfloat16 that multiplies float32, say), stays in it; one that may be a partial sum over tensor "
+            "parallel ranks is converted to the dtype of the reduction",
+     .where = "FSDPParamGroup._set_unsharded_grad_dtypes",
+     .shown_by = ""},
     {.name = "gathers_are_freed_before_copy_out",
      .rule = &PyTorchRules::gathers_are_freed_before_copy_out,
      .since = PyTorchVersion::k2_15,

@@ -32,8 +32,8 @@ struct NamedParameter {
   bool operator==(const NamedParameter&) const = default;
 };
 
-// What a model says that a module is (transformers: base_model_prefix, _no_split_modules, get_input_embeddings,
-// get_output_embeddings). Frameworks ask it when they make units.
+// What a model says that a module is (transformers: base_model_prefix, _no_split_modules,
+// get_input_embeddings, get_output_embeddings). Frameworks ask it when they make units.
 enum class ModulePart : std::uint8_t { kBaseModel, kLayer, kInputEmbeddings, kOutputEmbeddings };
 
 struct Module {
@@ -64,6 +64,7 @@ struct Parameter {
   DType dtype = DType::kFloat32;
   bool requires_grad = true;
   std::optional<DType> grad_dtype;             // Tensor.grad_dtype, where it is not the parameter's own
+  bool any_grad_dtype = false;                 // Tensor.grad_dtype is None: as autograd makes the gradient
   std::vector<std::string> shared_with;        // the other FQNs of a tied parameter
   std::vector<ParameterPlacement> placements;  // of a DTensor, outermost mesh dimension first; else empty
   bool operator==(const Parameter&) const = default;
@@ -177,6 +178,9 @@ struct InputsGradDoneEvent {
 struct ParameterGradEvent {
   ParameterId parameter = -1;
   StorageId storage = -1;
+  // As autograd makes it, where that is not what the parameter is computed in: float32 of a bfloat16 weight
+  // that multiplies a float32 activation, say.
+  std::optional<DType> dtype;
   bool operator==(const ParameterGradEvent&) const = default;
 };
 // Backward: a checkpointed module's forward is run again / is done.
@@ -186,6 +190,7 @@ struct RecomputeEnterEvent {
 };
 struct RecomputeExitEvent {
   ModuleId module = -1;
+  bool stopped = false;  // early, inside of it: its hooks do not run
   bool operator==(const RecomputeExitEvent&) const = default;
 };
 // Backward: the autograd engine has finished and runs its queued callbacks. What is freed after it was held

@@ -160,6 +160,13 @@ void Words::GatheredOverOthers(BufferId buffer, CommunicatorId cut, Position at)
       {"at: " + Describe(at)});
 }
 
+void Words::MovesOutdated(BufferId buffer, Position stepped, Position at) {
+  reporter_.Add(Rule::kWrongValue, at, buffer,
+                fmt::format("{} takes parameters from {} that are older than the optimizer's step",
+                            Instruction(at), Buffer(buffer)),
+                {"stepped: " + Describe(stepped), "taken: " + Describe(at)});
+}
+
 void Words::ReadsOtherThanParameters(UnitId unit, BufferId bound, Position bound_at, Position at) {
   reporter_.Add(Rule::kWrongValue, at, unit,
                 fmt::format("{} reads the parameters of {} in {}, which does not hold all of them, whole",

@@ -44,6 +44,8 @@ class Words {
   void ReadWhileSharded(UnitId unit, Position sharded, Position read);
   // The pieces in `buffer` are cut over the ranks of `cut`, and the all-gather is not over those.
   void GatheredOverOthers(BufferId buffer, CommunicatorId cut, Position at);
+  // What is in `buffer` was a shard before the optimizer stepped it.
+  void MovesOutdated(BufferId buffer, Position stepped, Position at);
   void ReadsOtherThanParameters(UnitId unit, BufferId bound, Position bound_at, Position at);
   void ReadsInOtherDType(UnitId unit, BufferId bound, Position bound_at, Position at);
   void GradientInOtherDType(UnitId unit, BufferId grad, BufferId bound, Position at);

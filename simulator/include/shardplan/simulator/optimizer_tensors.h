@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
@@ -15,7 +16,8 @@ namespace shardplan {
 struct OptimizerShard {
   std::vector<std::int64_t> shape;
   DType dtype = DType::kFloat32;
-  std::int32_t parameter = 0;  // index into Unit::parameters; of a flat parameter: its first one
+  std::int32_t parameter = 0;       // index into Unit::parameters; of a flat parameter: its first one
+  std::optional<DType> grad_dtype;  // of its gradient, where that is another
   bool operator==(const OptimizerShard&) const = default;
 };
 

@@ -26,11 +26,13 @@ class CaseError(Exception):
 
 @dataclass
 class Forward:
-    """The inputs of one forward: positional, or by name. `grad` false: it runs under `torch.no_grad()`."""
+    """The inputs of one forward: positional, or by name. `grad` false: it runs under `torch.no_grad()`. `module`: the FQN of the module that is
+    called in place of the model (a head, on a part of what the model returned)."""
 
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
     grad: bool = True
+    module: str = ""
 
 
 @dataclass

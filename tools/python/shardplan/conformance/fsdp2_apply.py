@@ -54,7 +54,7 @@ class AppliedFsdp2:
         if mixed := picked(call, self._strategy, "mixed_precision"):
             dtypes = {name: getattr(torch, mixed[name]) for name in _DTYPES if name in mixed}
             cast = mixed.get("cast_forward_inputs", True)
-            arguments["mp_policy"] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast)
+            arguments["mp_policy"] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast, **self._kept(mixed))
         if picked(call, self._strategy, "cpu_offload"):
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=False)  # there is nothing to pin memory for
         else:
@@ -63,6 +63,16 @@ class AppliedFsdp2:
             named = self._named_parameters()
             arguments["ignored_params"] = {named[fqn] for fqn in ignored if fqn in named}
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+
+    def _kept(self, mixed: dict) -> dict:
+        """param_dtype_override_fn, where some parameters keep their own dtype."""
+        patterns = mixed.get("keep_param_dtype", [])
+        if not patterns:
+            return {}
+        if not hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"):
+            raise CaseError(f"/mixed_precision/keep_param_dtype: PyTorch {torch.__version__} does not have it")
+        kept = {parameter for name, parameter in self._named_parameters().items() if matches_any(patterns, name)}
+        return {"param_dtype_override_fn": lambda parameter: parameter.dtype if parameter in kept else None}
 
     def _placement(self, call: UnitCall) -> Callable | None:
         """shard_placement_fn, where there is something to say: dimensions, and meshes of some parameters."""

@@ -75,7 +75,7 @@ class Program:
         if self._model.training != training:
             self._model.train(training)
         with contextlib.nullcontext() if forward.grad else torch.no_grad():
-            output = self._model(*forward.args, **forward.kwargs)
+            output = self._model.get_submodule(forward.module)(*forward.args, **forward.kwargs)
             if forward.grad:
                 microbatch = call.get("microbatch", 0)
                 self._losses.pop(microbatch, None)

@@ -15,6 +15,7 @@ from . import _flat
 from ._fit import ModelParameter, modules_of, refuse_to_copy
 from ._native import native
 from ._runtime import add_extensions, add_parameters, adopter, hook_modules
+from ._shard import adopt_parameter
 from ._skeleton import Skeleton
 
 ATTRIBUTE = "_shardplan_applied"  # of the model
@@ -100,6 +101,7 @@ class Applied:
 
     def start(self) -> None:
         """The shards are there: makes the replayer, and hooks it into the model."""
+        self._adopt_swapped()
         self.runtime.start()
         self.runtime.set_adopt(adopter(self.plan, self.shards))
         applied = weakref.ref(self)  # the runtime is the model's, through its hooks
@@ -111,6 +113,14 @@ class Applied:
                 add_parameters(self.runtime, i, unit, self.by_fqn, self.shards[i])
                 add_extensions(self.runtime, self.plan, i, self.by_fqn, self.shards[i], self.meshes[i][0], self.model)
         self.hook()
+
+    def _adopt_swapped(self) -> None:
+        """Module.to_empty and load_state_dict give a sharded parameter other memory; what the runtime before did not see is taken over here."""
+        for unit, of_unit in zip(self.plan.units, self.shards):
+            if unit.flat:
+                continue
+            for expected, sharded in zip(unit.parameters, of_unit):
+                adopt_parameter(expected, sharded, sharded.shard)
 
     def hook(self) -> None:
         """From now on the model's modules pass their points to the runtime."""

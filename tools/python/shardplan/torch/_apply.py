@@ -156,7 +156,7 @@ def apply(
     comes to be, is sharded and goes before the next one comes.
     on_deviation: what happens in a step that does not pass the plan's points. "stop": RuntimeError where it deviates.
     "replan": a warning that says where; the step is finished on demand, slowly, and the next one follows a plan made of what
-    this one did (all ranks have to deviate alike). Plans are kept: one is made for each way that steps go.
+    this one did. Ranks that deviate otherwise than others: docs/reference/python.md. Plans are kept: one is made for each way that steps go.
     memory: of what is gathered and reduced. "allocator": PyTorch's caching allocator. "arena": one block, every buffer at an
     address of its own (on GPUs NCCL's memory, registered with its communicators).
     broadcast_from_rank_0: parameters and buffers of the mesh's first rank count, whatever the others hold.

@@ -36,6 +36,7 @@ from ._planning import make_plan, plan_of
 from ._search import Search
 from ._setters import Setters
 from ._skeleton import Skeleton, backends_of
+from ._ties import TiesMadeLater
 from ._units import Arguments, Strategy, Units, forget_marks
 
 _FOLDER: Any = object()  # `plans` was not given
@@ -113,7 +114,7 @@ def auto(
     whole = strategy.whole_mesh
     ranks = _ranks_of(whole)
     peers()
-    trace = outline(model)
+    trace = outline(model, strategy.own_dims)
     where = ["--ranks", str(len(ranks))] + (["--cluster", os.path.abspath(cluster) if os.path.exists(cluster) else os.fspath(cluster)] if cluster else [])
     where += ["--optimizer", optimizer]
     first = dist.get_rank() == ranks[0]
@@ -154,6 +155,7 @@ def auto(
     applied.await_optimizer()
     applied.setters = Setters(applied, from_disk=True)
     applied.setters.watch()
+    TiesMadeLater.watch(applied, document, where, strategy.own_dims, ranks)
     following = AutoPlanned(applied, store, facts, ranks, costs, quiet)
     if policy == "optimize":
         own = {**facts, "planned": [*where, *searched], "compiled": backends_of(model)}

@@ -70,3 +70,29 @@ class AgreedMoment:
         before = f"step {step - 1}"
         connect(lambda: self._store.wait([before], datetime.timedelta(seconds=self._timeout_s)), self._timeout_s)
         return self._store.get(before) == b"1"
+
+
+_AHEAD = 64  # steps that the first rank's host may be ahead of another's
+
+
+class FirstRankSays:
+    """A word of the first rank's in each step, which the others wait for."""
+
+    def __init__(self, ranks: list[int], timeout_s: float) -> None:
+        """Collective."""
+        self._store = None if _alone(ranks) else next_store("says", ranks, timeout_s)
+        self._is_first, self._timeout_s, self._steps = dist.get_rank() == ranks[0], timeout_s, 0
+
+    def of_step(self, word: str) -> str:
+        """word: the first rank's; the others' is not looked at."""
+        if self._store is None:
+            return word
+        step, self._steps = f"step {self._steps}", self._steps + 1
+        if self._is_first:
+            self._store.set(step, word)
+            if self._steps > _AHEAD:
+                self._store.delete_key(f"step {self._steps - 1 - _AHEAD}")
+            return word
+        if not self._store.check([step]):
+            connect(lambda: self._store.wait([step], datetime.timedelta(seconds=self._timeout_s)), self._timeout_s)
+        return self._store.get(step).decode()

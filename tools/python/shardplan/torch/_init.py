@@ -22,7 +22,8 @@ def reset_parameters(module: nn.Module) -> None:
     if not hasattr(module, "reset_parameters"):
         raise PlanError(
             f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(): give "
-            "shardplan.torch.apply initialize=, a function of one module that fills them"
+            "shardplan.torch.auto (or apply) initialize=, a function of one module that fills them. Where the script calls model.to_empty() and then the "
+            "model's own initialization behind fully_shard, both may stay behind auto: then initialize=lambda module: None"
         )
     module.reset_parameters()
 

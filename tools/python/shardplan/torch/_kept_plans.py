@@ -16,6 +16,7 @@ import torch.nn as nn
 from . import _flat
 from ._applied import Applied
 from ._errors import PlanError
+from ._first_rank import FirstRankSays
 from ._mesh import process_groups
 from ._native import native
 from ._next_path import NextPath
@@ -30,6 +31,7 @@ Way = tuple[RequiresGrad, tuple, tuple[bool, ...], str]  # (requires_grad, point
 
 _MOST = 8  # each has process groups' communicators and buffers of its own
 _RARE_WAYS = 4096  # that are remembered
+_TRIES_APART = 3  # steps in a row of which plans are made to see whether they fit those of other ranks
 
 
 @dataclasses.dataclass
@@ -55,6 +57,28 @@ def _points(log: list[tuple]) -> tuple:
     return tuple(points)
 
 
+def _in_words(plan, points: tuple) -> list[str]:
+    """Points for people, each with the gradients that were made."""
+
+    def words(kind: str, unit: int, *rest) -> str:
+        of = f" of {plan.units[unit].fqn or 'the root'}" if unit >= 0 else ""
+        made = [plan.units[u].parameters[p].fqn for u, p in rest[0]] if len(rest) > 1 else []
+        return f"{kind}{of}" + (f" with gradients of {', '.join(made)}" if made else "")
+
+    return [words(*point) for point in points]
+
+
+def _apart(ways: list[str], ranks: list[int]) -> str:
+    """The first point that ranks passed otherwise. ways: by place, as JSON; "" where nothing is known."""
+    known = {rank: json.loads(way) for rank, way in zip(ranks, ways) if way}
+    length = max(map(len, known.values()))
+    at = {rank: [*way, *["the end of the step"] * (length + 1 - len(way))] for rank, way in known.items()}
+    first = next((i for i in range(length) if len({way[i] for way in at.values()}) > 1), None)
+    if first is None:
+        return "ranks went different ways (with other setters, or parameters that require gradients)"
+    return "ranks went different ways: " + "; ".join(f"rank {rank} passed {way[first]}" for rank, way in at.items())
+
+
 def _units_of(plan) -> list[tuple]:
     return [(unit.modules, [parameter.fqn for parameter in unit.parameters]) for unit in plan.units]
 
@@ -74,6 +98,10 @@ class KeptPlans:
         self.setup, self.calls = calls_of(json.loads(applied.plan.strategy_json))
         self._first_calls = self._calls_key()
         self.replans = False  # after a deviation
+        self._tries_apart = 0  # steps in a row that ranks went different ways, without plans that fit each other
+        self._told_apart = False  # the user knows of them
+        self._names: dict[Key, str] = {}
+        self._foreseen: FirstRankSays | None = None  # once there are several plans
         self.on_new_plan: Callable[[], None] | None = None
 
     @property
@@ -106,6 +134,9 @@ class KeptPlans:
         if applied.setters is not None:
             applied.setters.step_left_its_plan()
         way = self._way(requires_grad_of(applied.plan), log, full_precision, self._calls_key())
+        if not self._alike(repr(way)):
+            return self._follow_apart(way, log, deviation, full_precision)
+        self._tries_apart = 0
         if (key := self._key_of.get(way)) in self.kept:
             return self._goes(key)
         if way in self.unplannable or self._is_rare(way):
@@ -117,15 +148,50 @@ class KeptPlans:
             self.unplannable_because = str(error)
             warnings.warn(f"shardplan: {deviation}; such a step cannot be planned ({error}): it is always done on demand", stacklevel=2)
             return
+        self._take_up(way, plan, deviation)
+
+    def _take_up(self, way: Way, plan: native.Plan, deviation: str) -> None:
+        """The plan for a step that deviated, which went this way."""
         key = self._key_of[way] = self._key(requires_grad_of(plan), plan, self._calls_key())
         if key in self.kept:
             return self._goes(key)  # points that differ in what no plan looks at
         if self.on_new_plan is None:
-            warnings.warn(f"shardplan: {deviation}; the next step is planned again", stacklevel=2)
+            warnings.warn(f"shardplan: {deviation}; the next step is planned again", stacklevel=3)
         self._start_plan(key, plan)
         self._goes(key)
         if self.on_new_plan is not None:
             self.on_new_plan()
+
+    def _alike(self, text: str) -> bool:
+        """Is it the same on all ranks? Collective."""
+        return self.applied.runtime.alike(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+
+    def _follow_apart(self, way: Way, log: list[tuple], deviation: str, full_precision: list[bool]) -> None:
+        """The step passed other points on each rank. Each has a plan of its own, if these communicate the same (with
+        set_reduce_scatter_unused_params they do); else there is none. Every rank comes to the same end."""
+        applied = self.applied
+        self._tries_apart += 1
+        if self._tries_apart > _TRIES_APART:
+            return
+        try:
+            known = self.kept.get(self._key_of.get(way))
+            plan = known.plan if known else self._plan_again(log, requires_grad_of(applied.plan), full_precision)
+        except PlanError:
+            plan = None
+        if not self._alike("" if plan is None else plan.digest_of_collectives) or plan is None:
+            return self._tell_apart(log)
+        self._tries_apart = 0
+        self._take_up(way, plan, deviation)
+
+    def _tell_apart(self, log: list[tuple]) -> None:
+        """Says once which ranks went where. Collective."""
+        if self._told_apart:
+            return
+        self._told_apart = True
+        applied = self.applied
+        ways = applied.runtime.tell(json.dumps(_in_words(applied.plan, _points(log))))
+        apart = _apart(ways, applied.mesh.mesh.flatten().tolist())
+        warnings.warn(f"shardplan: {apart}; such steps have no plan, and are always done on demand", stacklevel=4)
 
     def _way(self, requires_grad: RequiresGrad, log: list[tuple], full_precision: list[bool], calls: str) -> Way:
         return requires_grad, _points(log), tuple(full_precision) if any(full_precision) else (), calls
@@ -159,10 +225,30 @@ class KeptPlans:
             self._next.went(present)
         self._went = False
         self._next.begins((id(module), signature_of(args, kwargs)))
-        expected = self._next.expected()
+        expected = self._foresee_together(self._next.expected())
         if expected in self.kept and expected != present and (expected[0], expected[2]) == (present[0], present[2]):
             self._go_to(expected, None)
         self.foresee()
+
+    def _foresee_together(self, expected: Key | None) -> Key | None:
+        """What the first rank expects: others were given other arguments, perhaps."""
+        if len(self.kept) < 2:
+            return expected
+        if self._foreseen is None:
+            self._foreseen = FirstRankSays(self.applied.mesh.mesh.flatten().tolist(), self.applied.timeout_s)
+        said = self._foreseen.of_step(self._name(expected))
+        if said == self._name(expected):
+            return expected
+        return next((key for key in reversed(self.kept) if self._name(key) == said), None)
+
+    def _name(self, key: Key | None) -> str:
+        """Of a kept plan, equal on all ranks."""
+        if key not in self.kept:
+            return ""
+        if key not in self._names:
+            of = (key[0], self.kept[key].plan.digest_of_collectives, key[2])
+            self._names[key] = hashlib.sha256(repr(of).encode()).hexdigest()
+        return self._names[key]
 
     def _present(self) -> Key:
         return next(key for key, path in self.kept.items() if path.runtime is self.applied.runtime)

@@ -4,11 +4,13 @@ reverse order. Most models do; for the others it is where the first plan begins,
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch.nn as nn
 
 from shardplan.tracer.local_tensors import placements
+from shardplan.tracer.module_tree import gradient_fields
 
 from ._fit import ModelParameter, dtype_name, modules_of, parameters_of, unwrapped
 
@@ -43,7 +45,7 @@ def class_names(model: nn.Module) -> dict[str, str]:
     return {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(model).items()}
 
 
-def _parameter_entries(by_fqn: dict[str, ModelParameter]) -> list[dict]:
+def _parameter_entries(by_fqn: dict[str, ModelParameter], own_dims: Collection[str]) -> list[dict]:
     entries = []
     for fqn, found in by_fqn.items():
         if found.slots[0].fqn != fqn:
@@ -53,9 +55,10 @@ def _parameter_entries(by_fqn: dict[str, ModelParameter]) -> list[dict]:
         entry: dict[str, Any] = {"fqn": fqn, "shape": list(part.shape), "dtype": dtype_name(parameter.dtype)}
         if not parameter.requires_grad:
             entry["requires_grad"] = False
+        entry.update(gradient_fields(parameter))
         if others := [slot.fqn for slot in found.slots[1:]]:
             entry["shared_with"] = others
-        if placed := placements(parameter):
+        if placed := [entry for entry in placements(parameter) if entry["mesh_dim"] not in own_dims]:
             entry["placements"] = placed
         entries.append(entry)
     return entries
@@ -109,11 +112,11 @@ class _Walk:
                 self._backward.insert(len(self._backward) - passes_on, ["grad_ready", self._ids[fqn], 0, 0, 0])
 
 
-def outline(model: nn.Module) -> dict[str, Any]:
-    """The trace document."""
+def outline(model: nn.Module, own_dims: Collection[str] = ()) -> dict[str, Any]:
+    """The trace document. own_dims: FSDP's dimensions of the mesh that parameters are on already; they are replicated there."""
     names = class_names(model)
     by_fqn = parameters_of(model)
-    parameters = _parameter_entries(by_fqn)
+    parameters = _parameter_entries(by_fqn, own_dims)
     numbers = {name: i for i, entry in enumerate(parameters) for name in (entry["fqn"], *entry.get("shared_with", ()))}
     walk = _Walk(model, names, numbers)
     floating = [found.parameter.dtype for found in by_fqn.values() if found.parameter.dtype.is_floating_point]

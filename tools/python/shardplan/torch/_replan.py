@@ -56,7 +56,9 @@ class _Trace:
         self._ready: list[int] = []  # units whose pre_backward came in this backward, once for each
         self._done: list[int] = []  # ... and whose post_backward came
         self._pending = 0  # the forward whose backward is next
+        self._covered: set[int] = set()  # forwards that have had theirs
         self._occurrence: dict[tuple[int, int], int] = {}
+        self._recomputed: list[int] = []  # modules that a recomputation has entered and not left
         self._keeps = False  # of the backward before
 
     def parameters(self) -> list[dict]:
@@ -70,6 +72,10 @@ class _Trace:
                     fields = {"fqn": parameter.fqn, "shape": list(parameter.shape), "dtype": parameter.dtype}
                     if not self._requires_grad[u][p]:
                         fields["requires_grad"] = False
+                    if parameter.grad_dtype:
+                        fields["grad_dtype"] = parameter.grad_dtype
+                    if parameter.placements:
+                        fields["placements"] = parameter.placements
                     if parameter.shared_with:
                         fields["shared_with"] = list(parameter.shared_with)
                     documents.append(fields)
@@ -85,6 +91,8 @@ class _Trace:
         elif kind == "post_forward":
             self._leave(unit)
         elif kind == "pre_backward":
+            if self._backward is None:
+                self._choose_forward(unit)
             self._in_backward(gradients)
             later = self._ready.count(unit)  # runs that came before in the backward
             self._ready.append(unit)
@@ -107,6 +115,16 @@ class _Trace:
             self._append({"call": "backward", "microbatches": [self._pending], "trace": len(self._backwards) - 1})
             self._backward = None
             self._ready, self._done = [], []
+            self._covered.add(self._pending)
+
+    def _choose_forward(self, unit: int) -> None:
+        """A backward begins: of the latest forward that ran the unit, and has had none. (A loss in chunks runs the head's backwards before
+        the model's own.)"""
+        modules = [self._module[fqn] for fqn in self._plan.units[unit].modules]
+        for forward in reversed(range(len(self._forwards))):
+            if forward not in self._covered and any((forward, module) in self._occurrence for module in modules):
+                self._pending = forward
+                return
 
     def _append(self, call: dict) -> None:
         """A forward or backward, behind the calls of setters that came before it."""
@@ -148,13 +166,17 @@ class _Trace:
     def _in_backward(self, gradients: list[tuple[int, int]]) -> None:
         if self._backward is None:
             self._backward = []
+        while self._recomputed:  # it has stopped early, and left without hooks
+            self._backward.append(["recompute_exit", self._recomputed.pop(), True])
         for unit, parameter in gradients:
             if self._requires_grad[unit][parameter]:
-                self._backward.append(["param_grad", self._parameter[unit, parameter], -1])
+                made = self._plan.units[unit].parameters[parameter].made_grad_dtype
+                self._backward.append(["param_grad", self._parameter[unit, parameter], -1, *([made] if made else [])])
 
     def _enter(self, unit: int) -> None:
         if self._backward is not None:
-            return  # a recomputation
+            self._recompute("recompute_enter", unit)
+            return
         if not self._open:
             self._pending = len(self._forwards)
             call = {"call": "forward", "microbatch": self._pending, "trace": self._pending}
@@ -171,12 +193,29 @@ class _Trace:
         self._forwards[-1]["events"].append(self._entries[unit][-1])
 
     def _leave(self, unit: int) -> None:
-        if self._backward is not None or unit not in self._open:
+        if self._backward is not None:
+            self._recompute("recompute_exit", unit)
+            return
+        if unit not in self._open:
             return
         self._close(unit)
         self._exit(self._entries[unit][-1])
         self._open.remove(unit)
         self._name_modules(unit)
+
+    def _recompute(self, event: str, unit: int) -> None:
+        """A checkpointed function runs the unit again where it is sharded. Points do not say which module of a group it is."""
+        if len(self._plan.units[unit].modules) > 1:
+            return
+        number = self._module[self._plan.units[unit].modules[0]]
+        if event == "recompute_enter":
+            self._recomputed.append(number)
+        elif number not in self._recomputed:
+            return
+        else:
+            while self._recomputed.pop() != number:
+                pass
+        self._backward.append([event, number])
 
     def _close(self, unit: int) -> None:
         """Units of several modules that were entered inside of this one, and not all left."""

@@ -30,6 +30,7 @@ class ShardedParameter:
     padded: torch.Tensor
     spec: DTensorSpec
     whole_spec: DTensorSpec | None = None
+    own_dims: tuple[int, ...] = ()  # of whole_spec's mesh, which are FSDP's: its reductions add up along them
 
 
 def _spec(parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: int) -> DTensorSpec:
@@ -40,11 +41,33 @@ def _spec(parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: in
     if not isinstance(parameter, DTensor):
         return DTensorSpec(mesh, tuple(placements), TensorMeta(parameter.shape, parameter.stride(), parameter.dtype))
     spec = parameter._spec
+    if own := own_dims(spec, mesh):
+        return _spec_on_own_mesh(spec, own[-1] if shards else None, shard_dim, own)
     pieces = spec.num_shards_map[shard_dim]
     if shards and pieces > 1:
         placements[-1] = _StridedShard(shard_dim, split_factor=pieces)
     joined = DeviceMesh._concatenate([mesh, spec.mesh])
     return DTensorSpec(joined, (*placements, *spec.placements), spec.tensor_meta)
+
+
+def own_dims(spec: DTensorSpec, mesh: DeviceMesh) -> list[int]:
+    """Where FSDP's dimensions are among those of the parameter's own mesh (dp_mesh_dims); [] where they are apart."""
+    names, of_fsdp = spec.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    return [names.index(name) for name in of_fsdp] if of_fsdp and set(of_fsdp) <= set(names) else []
+
+
+def _spec_on_own_mesh(spec: DTensorSpec, shard: int | None, shard_dim: int, own: list[int]) -> DTensorSpec:
+    """FSDPParam._init_sharding_spec_spmd: the parameter is replicated over FSDP's dimensions, and cut over one of them from now on."""
+    names = spec.mesh.mesh_dim_names
+    placements = list(spec.placements)
+    for dim in own:
+        if not isinstance(placements[dim], Replicate):
+            raise PlanError(f"with dp_mesh_dims parameters are replicated over {names[dim]}, and one is placed {placements[dim]} there")
+    if shard is not None:
+        behind = [i for i in range(shard + 1, spec.mesh.ndim) if isinstance(placements[i], (Shard, _StridedShard)) and placements[i].dim == shard_dim]
+        pieces = math.prod(spec.mesh.size(i) for i in behind)
+        placements[shard] = _StridedShard(shard_dim, split_factor=pieces) if pieces > 1 else Shard(shard_dim)
+    return DTensorSpec(spec.mesh, tuple(placements), spec.tensor_meta)
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -75,7 +98,9 @@ def shard_parameter(
         padded = padded.cpu().pin_memory()
     local = as_dtensor(padded.narrow(shard_dim, 0, length), spec)
     shard = nn.Parameter(local, requires_grad=parameter.requires_grad)
-    return ShardedParameter(shard, padded.view(-1), spec, parameter._spec if isinstance(parameter, DTensor) else None)
+    if not isinstance(parameter, DTensor):
+        return ShardedParameter(shard, padded.view(-1), spec)
+    return ShardedParameter(shard, padded.view(-1), spec, parameter._spec, tuple(own_dims(parameter._spec, mesh)))
 
 
 @torch.no_grad()
@@ -118,11 +143,12 @@ def gradient_unwrapper(sharded: ShardedParameter):
     """gradient of the whole parameter -> the local tensor to reduce; None: it is one."""
     if sharded.whole_spec is None:
         return None
-    placements = sharded.whole_spec.placements
+    placements, own = sharded.whole_spec.placements, sharded.own_dims
 
     def local_gradient(gradient: DTensor) -> torch.Tensor:
-        if gradient.placements != placements:  # a partial sum over the other dimensions
-            gradient = gradient.redistribute(placements=placements)
+        wanted = tuple(found if dim in own else placed for dim, (found, placed) in enumerate(zip(gradient.placements, placements)))
+        if gradient.placements != wanted:  # a partial sum over the other dimensions
+            gradient = gradient.redistribute(placements=wanted)
         return gradient.to_local()
 
     return local_gradient

@@ -49,6 +49,10 @@ class Skeleton:
         except Exception as error:  # of the user's __deepcopy__, say
             self._why_not = f"{type(error).__name__}: {error}"
 
+    def whole(self) -> nn.Module | None:
+        """The model as it was, on the meta device; None: it cannot be copied."""
+        return None if self._model is None else _copied(self._model, {})
+
     def trace(self, args: tuple, kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor] | None) -> dict[str, Any]:
         """The trace document of a step with these arguments. PlanError: it cannot be traced."""
         from shardplan.tracer import session

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ._applied import UNIT_ATTRIBUTE, Applied
 from ._apply import mesh_of_unit
 from ._errors import PlanError
@@ -14,23 +16,33 @@ from ._offload import offload
 from ._recompute import recompute
 from ._runtime import make_runtime, supply_shards
 
+Ties = Iterable[tuple[frozenset[str], frozenset[str]]]  # names of a parameter, and of the one that the model has in its place
 
-def _sharded_by_name(plan, shards: list) -> dict[tuple, tuple]:
+
+def names_of(expected) -> frozenset[str]:
+    """Of a plan's parameter."""
+    return frozenset((expected.fqn, *expected.shared_with))
+
+
+def _sharded_by_name(plan, shards: list) -> dict[frozenset[str], tuple]:
     return {
-        (expected.fqn, *sorted(expected.shared_with)): (expected, plan.shards_on_host(number), sharded)
+        names_of(expected): (expected, plan.shards_on_host(number), sharded)
         for number, (unit, of_unit) in enumerate(zip(plan.units, shards))
         for expected, sharded in zip(unit.parameters, of_unit)
     }
 
 
-def _regrouped(plan, old, shards: list) -> list[list]:
+def _regrouped(plan, old, shards: list, ties: Ties) -> list[list]:
     """The sharded parameters by the units of `plan`. PlanError unless each lies as the plan has it."""
     there = _sharded_by_name(old, shards)
+    for names, owner in ties:
+        there.pop(names)
+        there[names | owner] = there.pop(owner)
     result = []
     for number, unit in enumerate(plan.units):
         of_unit = []
         for wanted in unit.parameters:
-            expected, on_host, sharded = there.pop((wanted.fqn, *sorted(wanted.shared_with)), (None, None, None))
+            expected, on_host, sharded = there.pop(names_of(wanted), (None, None, None))
             if expected is None:
                 raise PlanError(f"parameter {wanted.fqn} of the next plan is tied otherwise")
             if plan.shards_on_host(number) != on_host:
@@ -40,15 +52,15 @@ def _regrouped(plan, old, shards: list) -> list[list]:
             of_unit.append(sharded)
         result.append(of_unit)
     if there:
-        raise PlanError(f"parameter {next(iter(there))[0]} is in no unit of the next plan")
+        raise PlanError(f"parameter {min(next(iter(there)))} is in no unit of the next plan")
     return result
 
 
-def switch(applied: Applied, plan) -> None:
-    """From the step that begins on, the model follows `plan`. Collective. Parameters, gradients and optimizers stay the same objects. PlanError, before anything has changed, for a plan of other parameters."""
+def switch(applied: Applied, plan, ties: Ties = ()) -> None:
+    """From the step that begins on, the model follows `plan`, which has the first of each tie as the second. Collective. Parameters, gradients and optimizers stay the same objects. PlanError, before anything has changed, for a plan of other parameters."""
     if applied.flat_units():
         raise PlanError("a plan of flat parameters is not exchanged")
-    shards = _regrouped(plan, applied.plan, applied.shards)
+    shards = _regrouped(plan, applied.plan, applied.shards, ties)
 
     def make_groups() -> tuple:
         return [mesh_of_unit(plan, unit, applied.model, applied.mesh) for unit in plan.units], process_groups(

@@ -73,6 +73,11 @@ def forget_marks(model: nn.Module) -> None:
         vars(module).pop(_MARK, None)
 
 
+def _data_parallel(dims: Any) -> dict[str, list[str]]:
+    """Of DataParallelMeshDims, as a strategy has it."""
+    return {kind: list(names) for kind, names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)) if names}
+
+
 class Strategy:
     """Builds the document of one model."""
 
@@ -84,6 +89,7 @@ class Strategy:
         self._fqns = {id(module): fqn for fqn, module in reversed(modules.items())}
         self._fqns |= {id(unwrapped(module)): fqn for fqn, module in modules.items()}
         self._mesh, self._defaults = mesh, defaults
+        self._dims = defaults.dp_mesh_dims  # of the mesh's dimensions those that are FSDP's, where a call names them
         self._ignored: set[str] = set()
         self._shard_dims: dict[str, int] = {}
 
@@ -93,6 +99,8 @@ class Strategy:
         )
         if units is not None and marks:
             raise ValueError("shardplan: modules are marked with shardplan.torch.unit, and `units` is given: one of them says what units are")
+        given = [self._defaults.dp_mesh_dims, *(mark.arguments.dp_mesh_dims for mark in marks)]
+        self._dims = next((dims for dims in given if dims is not None), None)
         meshes = [mark.arguments.mesh for mark in marks if mark.arguments.mesh is not None]
         self._mesh = self._mesh or next(iter(meshes), None)
         if other := next((mesh for mesh in meshes if mesh != self._mesh), None):
@@ -110,9 +118,14 @@ class Strategy:
         return document
 
     @property
+    def own_dims(self) -> set[str]:
+        """Dimensions of the parameters' own mesh that are FSDP's (dp_mesh_dims)."""
+        return set() if self._dims is None else {*self._dims.shard_names, *self._dims.replicate_names}
+
+    @property
     def whole_mesh(self) -> DeviceMesh | None:
         """What the plan is applied on: with parameters that other dimensions cut already, all of these."""
-        if self._mesh is None or not self._is_cut():
+        if self._mesh is None or self._dims is not None or not self._is_cut():
             return self._mesh
         return self._mesh._get_root_mesh()
 
@@ -164,9 +177,7 @@ class Strategy:
             self._place(arguments.shard_placement_fn, parameters)
         if arguments.dp_mesh_dims is not None:
             dims = arguments.dp_mesh_dims
-            fields["data_parallel"] = {
-                kind: list(names) for kind, names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)) if names
-            }
+            fields["data_parallel"] = _data_parallel(dims)
         return fields
 
     def _mixed_precision(self, policy: MixedPrecisionPolicy, parameters: dict) -> dict[str, Any]:
@@ -197,12 +208,18 @@ class Strategy:
         mesh = self._mesh
         if mesh is None:
             return {}
-        if self._is_cut() or self._defaults.dp_mesh_dims is not None:
+        if self._is_cut() or self._dims is not None:
             whole = self.whole_mesh
             if whole.mesh_dim_names is None or mesh.mesh_dim_names is None:
-                raise PlanError("the mesh needs names for its dimensions (mesh_dim_names) where parameters are DTensors already")
+                raise PlanError("the mesh needs names for its dimensions (mesh_dim_names) where parameters are DTensors already, or dp_mesh_dims names some")
             names = mesh.mesh_dim_names
             own = {"shard": [names[-1]], "replicate": list(names[:-1])}
+            if self._dims is not None:
+                if len(self._dims.shard_names) > 1 and self._is_cut():
+                    raise PlanError("dp_mesh_dims names several dimensions to shard over, and parameters are DTensors on them: give one dimension")
+                own = {"shard": [], "replicate": [], **_data_parallel(self._dims)}
+                if unknown := [name for listed in own.values() for name in listed if name not in names]:
+                    raise PlanError(f"dp_mesh_dims names {', '.join(unknown)}, and the mesh has the dimensions {', '.join(names)}")
             dims = [{"name": name, "size": whole.size(i)} for i, name in enumerate(whole.mesh_dim_names)]
             return {"mesh": dims, "data_parallel": {kind: listed for kind, listed in own.items() if listed}}
         if mesh.ndim > 2:

@@ -160,7 +160,7 @@ class ModuleHooks:
         recorder.recompute_depth -= 1
         module_id = self._recomputed.pop()
         if not (self._recomputed and stopped):
-            recorder.emit(["recompute_exit", module_id])
+            recorder.emit(["recompute_exit", module_id, *([True] if stopped else [])])
 
     def _output_gradient(self, where: tuple[int, int, int, int], _gradient) -> None:
         self._recorder.emit(["grad_ready", *where])
@@ -173,4 +173,7 @@ class ModuleHooks:
         if record is not None:
             record.gradient_of = parameter_id
         note_partial_gradient(self._tree.parameters[parameter_id], parameter)
-        self._recorder.emit(["param_grad", parameter_id, record.id if record is not None else -1])
+        event = ["param_grad", parameter_id, record.id if record is not None else -1]
+        if parameter.grad.dtype != parameter.dtype:  # see move_to_fake_cuda
+            event.append(dtype_name(parameter.grad.dtype))
+        self._recorder.emit(event)

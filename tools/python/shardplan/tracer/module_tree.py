@@ -47,6 +47,22 @@ def model_parts(root: nn.Module) -> dict[nn.Module, list[str]]:
     return parts
 
 
+_GRADIENT_FIELDS = "_shardplan_gradient_fields"
+
+
+def gradient_fields(parameter: torch.Tensor) -> dict:
+    """What a parameter's entry in a trace says of its grad_dtype: nothing where it has none of its own."""
+    kept = parameter.__dict__.get(_GRADIENT_FIELDS)
+    if kept is not None:
+        return kept
+    grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+    if not getattr(parameter, "_has_grad_dtype_override", grad_dtype != parameter.dtype):
+        return {}
+    if grad_dtype is None:
+        return {"any_grad_dtype": True}
+    return {"grad_dtype": dtype_name(grad_dtype)}
+
+
 @dataclass
 class ModuleTree:
     """`modules`, `parameters` and `buffers` are laid out as in the document."""
@@ -78,9 +94,7 @@ class ModuleTree:
             entry = {"fqn": fqn, "shape": list(local(parameter).shape), "dtype": dtype_name(parameter.dtype)}
             if not parameter.requires_grad:
                 entry["requires_grad"] = False
-            grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # None: any
-            if grad_dtype not in (parameter.dtype, None):
-                entry["grad_dtype"] = dtype_name(grad_dtype)
+            entry.update(gradient_fields(parameter))
             if placed := placements(parameter):
                 entry["placements"] = placed
             self.parameters.append(entry)
@@ -138,8 +152,9 @@ def move_to_fake_cuda(root: nn.Module, parameter_dtype: torch.dtype | None) -> N
                 dtype = parameter_dtype if parameter.dtype.is_floating_point else None
                 data = on_fake_cuda(parameter, dtype)
                 made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                if dtype is None and getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
-                    made[parameter].grad_dtype = parameter.grad_dtype
+                made[parameter].__dict__[_GRADIENT_FIELDS] = gradient_fields(parameter)
+                if hasattr(parameter, "grad_dtype") and parameter.requires_grad:
+                    made[parameter].grad_dtype = None  # a trace shows gradients as autograd makes them
                 for key, value in parameter.__dict__.items():  # but what a fake tensor says of its own device
                     made[parameter].__dict__.setdefault(key, value)
             module._parameters[name] = made[parameter]

@@ -26,11 +26,12 @@ Loss = Callable[[object], torch.Tensor]
 
 @dataclass
 class Call:
-    """One forward: its inputs, and whether autograd records it."""
+    """One forward: its inputs, whether autograd records it, and the FQN of the module that is called in place of the root."""
 
     args: tuple
     kwargs: dict
     grad: bool = True
+    module: str = ""
 
 
 @dataclass
@@ -234,7 +235,7 @@ def _forward(
     hooks.entered = lambda count: progress.part(min(count, modules), modules)
     recorder.phase = "forward"
     recorder.mark_nodes()
-    output = step.module(*call.args, **call.kwargs)
+    output = step.module.get_submodule(call.module)(*call.args, **call.kwargs)
     recorder.mark_nodes()
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
