@@ -54,7 +54,7 @@ def lora():
 def prompts():
     import peft
 
-    return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"))
+    return peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 
 
 class TitanDecoder(nn.Module):
@@ -141,10 +141,12 @@ def with_accelerate(model, policy, plugin_options):
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     plugin.set_auto_wrap_policy(model)
-    return fsdp1_units(FSDP(model, auto_wrap_policy=plugin.auto_wrap_policy, device_id=torch.device("cpu"), use_orig_params=True))
+    # Units of frozen and trained parameters need original ones; without them ties of two units are two parameters, as plans have it.
+    frozen = any(not p.requires_grad for p in model.parameters())
+    return fsdp1_units(FSDP(model, auto_wrap_policy=plugin.auto_wrap_policy, device_id=torch.device("cpu"), use_orig_params=frozen))
 
 
-def main(framework, policy, name):
+def main(framework, policy, name, first_step=""):
     import torch.distributed as dist
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "ACCELERATE_USE_FSDP": "true"}
@@ -171,6 +173,8 @@ def main(framework, policy, name):
         else:
             titan_backend()(View(model), *common)
             units = fsdp2_units(model)
+    if first_step:  # ties are looked for before the first forward
+        model._get_fsdp_state()._lazy_init()
     print(json.dumps(units))
 
 

@@ -15,7 +15,7 @@ from conftest import ROOT, build_folder, free_port
 COMMAND = build_folder() / "bin" / "shardplan"
 HERE = pathlib.Path(__file__).parent
 CASES = [
-    *(("accelerate", "fsdp2", name) for name in ("llama", "llama_tied", "gpt2", "phi", "t5", "mixtral", "bert")),
+    *(("accelerate", "fsdp2", name) for name in ("llama", "llama_tied", "gpt2", "phi", "mixtral")),
     *(("accelerate", "fsdp1", name) for name in ("llama", "gpt2", "t5", "bert")),
     *(("peft", policy, name) for policy in ("fsdp1", "fsdp2") for name in ("lora", "prompts")),
     ("peft", "fsdp1", "llama"),
@@ -75,6 +75,16 @@ def test_the_units_are_those_of_the_installed_framework(framework, policy, model
     wanted = theirs(framework, policy, model)
     assert [u[0] for u in found] == [u[0] for u in wanted]
     assert found == wanted
+
+
+@pytest.mark.parametrize(("model", "ours"), [("t5", "PyTorch fails here"), ("bert", "a unit inside another")])
+def test_what_accelerate_makes_and_pytorch_refuses_is_refused(model, ours, traces, tmp_path):
+    """T5's encoder keeps its own module of the shared weight, outside of the group; BERT's embeddings are a layer around the input embeddings."""
+    done = plan(traces(model), "--units-of", "accelerate", out=tmp_path / "p.json")
+    assert done.returncode == 3 and ours in done.stderr, done.stderr
+    command = [sys.executable, HERE / "framework_units.py", "accelerate", "fsdp2", model, "first_step"]
+    real = subprocess.run(command, capture_output=True, text=True, env=environment(MASTER_PORT=str(free_port())))
+    assert real.returncode != 0, real.stdout
 
 
 def test_pefts_policy_wraps_no_layer_under_fsdp2(traces, tmp_path):
