@@ -110,14 +110,16 @@ std::string UnitsText(const Plan& plan, const std::vector<UnitWork>& works) {
       name += fmt::format(" ... {} ({} alike)", Printable(DisplayName(plan.units[end - 1].fqn)), end - first);
     text += fmt::format("{}: {} module{}, {:.3f} GiB whole\n", name, work.modules,
                         work.modules == 1 ? "" : "s", Gibibytes(work.whole_bytes));
-    // Over a mesh without a dimension that shards, the gradients are all-reduced alone.
-    if (work.whole_bytes.value > 0 && work.gathers == 0 && work.parts == 0) {
-      text += "  whole on every rank, never gathered";
+    if (work.whole_bytes.value == 0) {
+      text += "  no parameters: nothing is gathered or reduced\n";
     } else {
-      text += "  gathered from all ranks " + Times(work.gathers, work.gather_ns);
+      // Over a mesh without a dimension that shards, the gradients are all-reduced alone.
+      text += work.gathers == 0 && work.parts == 0
+                  ? "  whole on every rank, never gathered"
+                  : "  gathered from all ranks " + Times(work.gathers, work.gather_ns);
+      if (work.parts > 0) text += ", from a part of them " + Times(work.parts, work.part_ns);
+      text += ReductionText(work) + "\n";
     }
-    if (work.parts > 0) text += ", from a part of them " + Times(work.parts, work.part_ns);
-    text += ReductionText(work) + "\n";
     if (work.gathers == 1 && work.parts == 0 && work.whole_bytes.value > 0) {
       text +=
           fmt::format("  kept whole between its reads: {:.3f} GiB that save {:.3f} ms of a link each time\n",
