@@ -67,7 +67,7 @@ WRITERS = (
     Writer("reshard", "--output", ("{plan}", "{plan}", "-q", "-o", "{out}")),
     Writer("allocator-replay", "--json", ("{log}", "--json", "{out}"), "{log}"),
     Writer("trace", "--output", ("{trace}", "-q", "-o", "{out}"), "{trace}"),
-    Writer("cost", "--output", ("{table}", "--fit", str(CLUSTER), "-q", "-o", "{out}"), "{table}"),
+    Writer("cost", "--output", ("{table}", "--fit", str(CLUSTER), "--device", "h100-sxm", "-q", "-o", "{out}"), "{table}"),
     Writer("calibrate", "--output", ("--from", "{measured}", "-o", "{out}"), "{measured}"),
     Writer("import-profile", "--output", ("{profile}", "--plan", "{plan}", "-q", "-o", "{out}")),
     Writer("calibrate", "--measured", ("--device", "cpu", "--base", "{base}", "--measured", "{out}"), "{base}", ("--output", "{other}")),
