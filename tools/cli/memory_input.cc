@@ -16,8 +16,10 @@ namespace shardplan::cli {
 namespace {
 
 Result<Plan> PlanFor(const MemoryInput& input, const Trace& trace) {
-  const Result<GivenStrategy> strategy = StrategyOf(input.strategy, input.flags);
+  Result<GivenStrategy> strategy = StrategyOf(input.strategy, input.flags);
   if (!strategy) return std::unexpected(strategy.error());
+  if (Status made = ApplyUnitsOf(input.flags, trace, input.path, strategy->strategy); !made)
+    return std::unexpected(made.error());
   Result<ChosenCluster> chosen = ChooseCluster(input.cluster, strategy->strategy, {.name = "memory only"});
   if (!chosen) return std::unexpected(chosen.error());
   // What is built in makes plans that verify.

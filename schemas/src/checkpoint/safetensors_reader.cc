@@ -1,16 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 // safetensors: 8 bytes with the length of a JSON header, the header, the tensors' bytes. Several files have
 // an index that says which tensor is in which.
+//
+// [Note: shards in safetensors]
+// torch.distributed.checkpoint's HuggingFaceStorageWriter(save_distributed=True) writes a file for each rank,
+// without an index. A tensor's name is in several of them, each with the shape of its part. Where the part
+// lies is in the header's __metadata__, as JSON in text: DCP_SHARDING_INFO, {name: {"saved_offsets": [...]}}.
+// The whole shape is nowhere: it is where the parts end. So one file says nothing of what the others have.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <optional>
 #include <set>
 
 #include "checkpoint/little_endian.h"
 #include "checkpoint/readers.h"
 #include "checkpoint/safetensors_dtypes.h"
+#include "json/fields.h"
 #include "json/tape.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
@@ -54,7 +63,16 @@ class SafetensorsReader {
     return AddTensors(*file, *tape, kLengthBytes + static_cast<std::int64_t>(header_bytes));
   }
 
+  // Files of shards that were read.
+  std::int64_t shards() const { return shards_; }
+
   Result<Checkpoint> Finish(std::size_t first = 0) {
+    for (CheckpointTensor& tensor : checkpoint_.tensors) {
+      for (const CheckpointPiece& piece : tensor.pieces) {
+        for (std::size_t d = 0; d < piece.low.size(); ++d)
+          tensor.shape[d] = std::max(tensor.shape[d], piece.low[d] + piece.size[d]);
+      }
+    }
     std::sort(checkpoint_.tensors.begin() + static_cast<std::ptrdiff_t>(first), checkpoint_.tensors.end(),
               [](const CheckpointTensor& a, const CheckpointTensor& b) {
                 return std::tie(a.pieces[0].file, a.pieces[0].offset, a.name) <
@@ -80,10 +98,13 @@ class SafetensorsReader {
   Status AddTensors(const InputFile& file, const JsonTape& tape, std::int64_t data) {
     if (tape[0].kind != JsonKind::kObject) return Wrong(file, tape, 0, "no object", "an object");
     const std::int32_t index = AddFile(checkpoint_, file);
+    const Result<std::optional<Offsets>> offsets = OffsetsOf(file, tape);
+    if (!offsets) return std::unexpected(offsets.error());
+    if (*offsets) ++shards_;
     std::vector<std::pair<std::int64_t, std::int64_t>> taken;
     for (JsonIndex key = 1; key < tape[0].end; key = tape[key + 1].end) {
       if (tape.String(key) == "__metadata__") continue;
-      if (Status status = AddTensor(file, tape, key, index, data, taken); !status) return status;
+      if (Status status = AddTensor(file, tape, key, index, data, *offsets, taken); !status) return status;
     }
     std::ranges::sort(taken);
     for (std::size_t t = 1; t < taken.size(); ++t) {
@@ -91,6 +112,32 @@ class SafetensorsReader {
         return file.ErrorAt(data + taken[t].first, "two tensors of safetensors overlap");
     }
     return {};
+  }
+
+  using Offsets = std::map<std::string, std::vector<std::int64_t>, std::less<>>;
+
+  // Where the file's tensors lie in the whole ones; nothing: they are whole.
+  static Result<std::optional<Offsets>> OffsetsOf(const InputFile& file, const JsonTape& tape) {
+    const JsonIndex metadata = tape.Find(0, "__metadata__");
+    if (metadata == 0 || tape[metadata].kind != JsonKind::kObject) return std::nullopt;
+    const JsonIndex info = tape.Find(metadata, "DCP_SHARDING_INFO");
+    if (info == 0) return std::nullopt;
+    constexpr const char* kExpected = "JSON in text: {name: {\"saved_offsets\": [...]}}";
+    if (tape[info].kind != JsonKind::kString)
+      return Wrong(file, tape, info, "no places of shards", kExpected);
+    const std::string text(tape.String(info));
+    const Result<JsonTape> places = JsonTape::Parse(text);
+    if (!places || (*places)[0].kind != JsonKind::kObject)
+      return Wrong(file, tape, info, "no places of shards", kExpected);
+    Offsets offsets;
+    for (JsonIndex key = 1; key < (*places)[0].end; key = (*places)[key + 1].end) {
+      std::vector<std::int64_t> low;
+      const JsonIndex list =
+          (*places)[key + 1].kind == JsonKind::kObject ? places->Find(key + 1, "saved_offsets") : 0;
+      if (!Integers(*places, list, low)) return Wrong(file, tape, info, "no places of shards", kExpected);
+      offsets.emplace(places->String(key), std::move(low));
+    }
+    return offsets;
   }
 
   static bool Integers(const JsonTape& tape, JsonIndex list, std::vector<std::int64_t>& integers) {
@@ -103,7 +150,8 @@ class SafetensorsReader {
   }
 
   Status AddTensor(const InputFile& file, const JsonTape& tape, JsonIndex key, std::int32_t index,
-                   std::int64_t data, std::vector<std::pair<std::int64_t, std::int64_t>>& taken) {
+                   std::int64_t data, const std::optional<Offsets>& places,
+                   std::vector<std::pair<std::int64_t, std::int64_t>>& taken) {
     const JsonIndex entry = key + 1;
     CheckpointTensor tensor{.name = std::string(tape.String(key))};
     const JsonIndex dtype = tape.Find(entry, "dtype");
@@ -129,18 +177,64 @@ class SafetensorsReader {
     if (offsets[1] > room)
       return Wrong(file, tape, at, "a tensor behind the end of the file",
                    fmt::format("an end within {} bytes", room));
+    if (numel > 0) taken.emplace_back(offsets[0], offsets[1]);
+    CheckpointPiece piece{index, data + offsets[0], std::vector<std::int64_t>(tensor.shape.size(), 0),
+                          tensor.shape, RowMajorStrides(tensor.shape)};
+    if (places) {
+      const auto place = places->find(tensor.name);
+      if (place == places->end() || place->second.size() != tensor.shape.size())
+        return Wrong(file, tape, entry, "a shard without its place",
+                     fmt::format("{} saved_offsets in DCP_SHARDING_INFO", tensor.shape.size()));
+      for (std::size_t d = 0; d < tensor.shape.size(); ++d) {
+        if (place->second[d] > kMaxExact - tensor.shape[d])
+          return Wrong(file, tape, entry, "a shard that lies nowhere", "saved_offsets below 2^53");
+      }
+      piece.low = place->second;
+      return AddShard(file, tape, entry, std::move(tensor), std::move(piece));
+    }
     if (!names_.emplace(tensor.name, index).second)
       return Wrong(file, tape, entry, "two tensors have one name", "each name once");
-    if (numel > 0) taken.emplace_back(offsets[0], offsets[1]);
-    tensor.pieces.push_back({index, data + offsets[0], std::vector<std::int64_t>(tensor.shape.size(), 0),
-                             tensor.shape, RowMajorStrides(tensor.shape)});
+    tensor.pieces.push_back(std::move(piece));
     checkpoint_.tensors.push_back(std::move(tensor));
     return {};
   }
 
+  // The first or a further part of a tensor. Parts that are empty say nothing.
+  Status AddShard(const InputFile& file, const JsonTape& tape, JsonIndex entry, CheckpointTensor tensor,
+                  CheckpointPiece piece) {
+    const auto [at, added] = sharded_.try_emplace(tensor.name, checkpoint_.tensors.size());
+    if (added) {
+      if (!names_.emplace(tensor.name, piece.file).second)
+        return Wrong(file, tape, entry, "two tensors have one name", "each name once");
+      tensor.pieces.push_back(std::move(piece));
+      checkpoint_.tensors.push_back(std::move(tensor));
+      return {};
+    }
+    CheckpointTensor& whole = checkpoint_.tensors[at->second];
+    if (whole.dtype != tensor.dtype || whole.shape.size() != tensor.shape.size())
+      return Wrong(file, tape, entry, "shards of one tensor are of other dtypes or dimensions",
+                   fmt::format("{}, {} dimensions", Name(whole.dtype), whole.shape.size()));
+    whole.pieces.push_back(std::move(piece));
+    return {};
+  }
+
   Checkpoint checkpoint_;
-  std::map<std::string, std::int32_t> names_;  // and the file that has it
+  std::map<std::string, std::int32_t> names_;   // and the file that has it
+  std::map<std::string, std::size_t> sharded_;  // names of tensors in parts; where they are
+  std::int64_t shards_ = 0;
 };
+
+// One file of shards: nothing says what is in the others.
+Status CheckShards(const SafetensorsReader& reader, const std::string& path) {
+  if (reader.shards() != 1) return {};
+  return std::unexpected(
+      Error{.code = ErrorCode::kBadInput,
+            .message = "the file has the shards of one rank, and their tensors' whole shapes are nowhere",
+            .file = path,
+            .pointer = "/__metadata__/DCP_SHARDING_INFO",
+            .found = "one file of shards",
+            .expected = "the folder with the files of all ranks"});
+}
 
 // The files of an index, each once. kBadInput: it names what lies elsewhere.
 Result<std::map<std::string, std::string>> ReadIndex(const std::string& path) {
@@ -197,6 +291,7 @@ Result<Checkpoint> ReadSafetensors(const std::string& path) {
   if (!fs::is_directory(path)) {
     SafetensorsReader reader(path);
     if (Status status = reader.AddTensorsOf(path); !status) return std::unexpected(status.error());
+    if (Status whole = CheckShards(reader, path); !whole) return std::unexpected(whole.error());
     return reader.Finish();
   }
   std::set<std::string> files;
@@ -212,6 +307,7 @@ Result<Checkpoint> ReadSafetensors(const std::string& path) {
   for (const std::string& file : files) {
     if (Status status = reader.AddTensorsOf(file); !status) return std::unexpected(status.error());
   }
+  if (Status whole = CheckShards(reader, path); !whole) return std::unexpected(whole.error());
   return reader.Finish();
 }
 

@@ -34,7 +34,8 @@ inline constexpr auto kFields<Module> = FieldList(
              "FQN first seen of a module that is registered twice; \"\" otherwise."),
     Optional("compiled", &Module::compiled,
              "torch.compile's backend of a module that runs as compiled graphs; \"\" otherwise. Of modules "
-             "inside of it there are no events."));
+             "inside of it there are no events."),
+    Optional("parts", &Module::parts, "What the model says that it is; frameworks make units by it."));
 
 template <>
 inline constexpr Definition kDefinition<ParameterPlacement> = {

@@ -6,6 +6,7 @@
 #include "documents/plan_parts.h"
 #include "files/available_memory.h"
 #include "files/file_bytes.h"
+#include "files/foreign_file.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 
@@ -17,7 +18,9 @@ Result<T> ReadWith(const std::string& path, Result<T> (*parse)(std::string_view)
   const Result<std::string> text = ReadFile(path);
   if (!text.has_value()) return std::unexpected(text.error());
   Result<T> value = parse(*text);
-  if (!value.has_value()) value.error().file = path;
+  if (value.has_value()) return value;
+  if (std::optional<Error> foreign = ForeignFile(*text)) value = std::unexpected(std::move(*foreign));
+  value.error().file = path;
   return value;
 }
 

@@ -32,6 +32,7 @@ SHARDPLAN_ENUM_NAMES(ClusterFigure, "matmul", "attention", "vector", "memory", "
                      "host_memory", "host_link", "collectives", "inner_link", "network", "compute_slowdown",
                      "communication_slowdown");
 SHARDPLAN_ENUM_NAMES(FigureOrigin, "measured", "fitted", "data_sheet", "guess");
+SHARDPLAN_ENUM_NAMES(ModulePart, "base_model", "layer", "input_embeddings", "output_embeddings");
 SHARDPLAN_ENUM_NAMES(StorageRole, "input", "buffer", "saved", "forward_temp", "output", "loss_saved",
                      "loss_temp", "backward_temp", "recompute", "parameter_grad");
 SHARDPLAN_ENUM_NAMES(Fsdp1Sharding, "full_shard", "shard_grad_op", "no_shard", "hybrid_shard",

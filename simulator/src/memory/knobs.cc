@@ -74,7 +74,8 @@ void AdviseBuffer(const Plan& plan, BufferRole role, AliveMemory& alive) {
     case BufferRole::kInnerReduceOutput:
     case BufferRole::kInnerReduceAccumulated:
       if (IsFullPrecision(plan, alive.unit)) {
-        return Set(alive, "reduce_dtype: bfloat16", Bytes{alive.bytes.value / 2});
+        return Set(alive, "units of fewer parameters; or reduce_dtype: bfloat16, which changes numbers",
+                   Bytes{alive.bytes.value / 2});
       }
       return Set(alive, "units of fewer parameters", Bytes{0});
     case BufferRole::kGradUnshardedAccumulated:
@@ -101,7 +102,10 @@ void AdviseStorage(const Plan& plan, StorageRole role, AliveMemory& alive) {
     case StorageRole::kSaved:
       if (alive.unit < 0) return;
       if (HasCheckpointing(plan))
-        return Set(alive, "a shorter sequence or a smaller batch: in proportion", Bytes{0});
+        return Set(alive,
+                   std::string(plan.strategy.activation_offload ? "" : "offloaded activations; or ") +
+                       "a shorter sequence or a smaller batch, which change numbers: in proportion",
+                   Bytes{0});
       return Set(alive, "checkpoint " + UnitText(plan, alive.unit) + " (all but its input)", alive.bytes);
     case StorageRole::kRecompute:
       return Set(alive, "checkpoints around smaller modules", Bytes{0});
@@ -109,8 +113,10 @@ void AdviseStorage(const Plan& plan, StorageRole role, AliveMemory& alive) {
       return Set(alive, "let go of the model's output before the backward", alive.bytes);
     case StorageRole::kLossSaved:
     case StorageRole::kLossTemp:
-      return Set(alive, "a loss that keeps the logits' dtype, or works in chunks of tokens",
-                 Bytes{alive.bytes.value / 2});
+      return Set(
+          alive,
+          "a loss that works in chunks of tokens; or one that keeps the logits' dtype, which changes numbers",
+          Bytes{alive.bytes.value / 2});
     default:
       return;
   }

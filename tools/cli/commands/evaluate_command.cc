@@ -105,8 +105,10 @@ class Evaluator {
   // The cluster of the question; `plan_` is its plan then.
   Result<Cluster> Planned(const Question& question) {
     if (Status read = ReadTheTrace(question.trace); !read) return std::unexpected(std::move(read.error()));
-    const Result<GivenStrategy> strategy = StrategyOf(question.strategy, question.flags);
+    Result<GivenStrategy> strategy = StrategyOf(question.strategy, question.flags);
     if (!strategy) return std::unexpected(strategy.error());
+    if (Status made = ApplyUnitsOf(question.flags, *trace_, trace_path_, strategy->strategy); !made)
+      return std::unexpected(made.error());
     const ReadClusterFunction read = [this](const std::string& path) { return Read(path); };
     Result<ChosenCluster> chosen =
         ChooseClusterOrDefault(question.cluster, strategy->strategy, question.strategy, read);

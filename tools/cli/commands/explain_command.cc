@@ -33,12 +33,12 @@ double Gibibytes(Bytes bytes) { return static_cast<double>(bytes.value) / (1 << 
 
 // What the step that repeats does for one unit.
 struct UnitWork {
-  std::int64_t modules = 0, gathers = 0, parts = 0, reductions = 0;
+  std::int64_t modules = 0, gathers = 0, parts = 0, reductions = 0, all_reductions = 0;
   Bytes whole_bytes;
-  Nanoseconds gather_ns, part_ns, reduce_ns;
+  Nanoseconds gather_ns, part_ns, reduce_ns, all_reduce_ns;
   Nanoseconds exposed_ns;
   // Alike in words: what waits for it may differ.
-  auto Kind() const { return std::tuple(modules, gathers, parts, reductions, whole_bytes); }
+  auto Kind() const { return std::tuple(modules, gathers, parts, reductions, all_reductions, whole_bytes); }
 };
 
 Result<std::vector<UnitWork>> WorkOfUnits(const Plan& plan) {
@@ -67,6 +67,9 @@ Result<std::vector<UnitWork>> WorkOfUnits(const Plan& plan) {
     } else if (i.kind == InstructionKind::kReduceScatter) {
       work.reduce_ns += duration;
       ++work.reductions;
+    } else if (i.kind == InstructionKind::kAllReduce) {
+      work.all_reduce_ns += duration;
+      ++work.all_reductions;
     }
   }
   for (std::size_t u = 0; u < works.size(); ++u) {
@@ -85,6 +88,15 @@ std::string Times(std::int64_t count, Nanoseconds in_all) {
                      Milliseconds(in_all) / static_cast<double>(count));
 }
 
+std::string ReductionText(const UnitWork& work) {
+  std::string text;
+  if (work.reductions > 0 || work.all_reductions == 0)
+    text += "; reduced " + Times(work.reductions, work.reduce_ns);
+  if (work.all_reductions > 0)
+    text += "; all-reduced over replicas " + Times(work.all_reductions, work.all_reduce_ns);
+  return text;
+}
+
 std::string UnitsText(const Plan& plan, const std::vector<UnitWork>& works) {
   std::string text;
   for (std::size_t first = 0; first < works.size();) {
@@ -98,9 +110,16 @@ std::string UnitsText(const Plan& plan, const std::vector<UnitWork>& works) {
       name += fmt::format(" ... {} ({} alike)", Printable(DisplayName(plan.units[end - 1].fqn)), end - first);
     text += fmt::format("{}: {} module{}, {:.3f} GiB whole\n", name, work.modules,
                         work.modules == 1 ? "" : "s", Gibibytes(work.whole_bytes));
-    text += "  gathered from all ranks " + Times(work.gathers, work.gather_ns);
-    if (work.parts > 0) text += ", from a part of them " + Times(work.parts, work.part_ns);
-    text += "; reduced " + Times(work.reductions, work.reduce_ns) + "\n";
+    if (work.whole_bytes.value == 0) {
+      text += "  no parameters: nothing is gathered or reduced\n";
+    } else {
+      // Over a mesh without a dimension that shards, the gradients are all-reduced alone.
+      text += work.gathers == 0 && work.parts == 0
+                  ? "  whole on every rank, never gathered"
+                  : "  gathered from all ranks " + Times(work.gathers, work.gather_ns);
+      if (work.parts > 0) text += ", from a part of them " + Times(work.parts, work.part_ns);
+      text += ReductionText(work) + "\n";
+    }
     if (work.gathers == 1 && work.parts == 0 && work.whole_bytes.value > 0) {
       text +=
           fmt::format("  kept whole between its reads: {:.3f} GiB that save {:.3f} ms of a link each time\n",

@@ -241,8 +241,11 @@ Status RunOptimize(const OptimizeArguments& arguments) {
     if (!trace) return std::unexpected(trace.error());
     traces.push_back(std::move(*trace));
   }
-  const Result<GivenStrategy> given = StrategyOf(arguments.strategy, arguments.flags);
+  Result<GivenStrategy> given = StrategyOf(arguments.strategy, arguments.flags);
   if (!given) return std::unexpected(given.error());
+  if (Status made = ApplyUnitsOf(arguments.flags, traces.front(), arguments.traces.front(), given->strategy);
+      !made)
+    return made;
   if (given->library)
     return BadFlag("--policy-library", arguments.flags.own_policy.library, "a policy that is built in");
   const Strategy* strategy = &given->strategy;

@@ -2,6 +2,7 @@
 #include "flags/plan_flags.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <charconv>
@@ -236,6 +237,11 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
       "A unit rule: an FQN, a pattern (layers.*), or class:NAME; repeat it; the root is added (default: each "
       "repeated "
       "block)");
+  const std::span<const std::string_view> frameworks = FrameworksWithUnits();
+  group
+      .Option("--units-of", flags.units_of,
+              fmt::format("The units that a framework makes of this model: {}", fmt::join(frameworks, ", ")))
+      ->check(CLI::IsMember(std::vector<std::string>(frameworks.begin(), frameworks.end())));
   group.Option("--reshard-after-forward", flags.reshard_after_forward,
                "none (PyTorch's default), true, false, or a mesh size");
   group.Option("--backward-prefetch", flags.backward_prefetch,
@@ -280,6 +286,8 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
 
 Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   if (!flags.policy.empty()) strategy.policy = flags.policy;
+  if (!flags.units.empty() && !flags.units_of.empty())
+    return MakeError(ErrorCode::kUsage, "--units-of and --unit both say the units");
   if (!flags.units.empty()) {
     strategy.units.clear();
     for (const std::string& unit : flags.units) {
@@ -331,6 +339,18 @@ Result<GivenStrategy> StrategyOf(const std::string& path, const PlanFlags& flags
   if (!IsUtf8(ToJson(strategy)))
     return MakeError(ErrorCode::kUsage, "a name on the command line is no UTF-8, which a strategy has to be");
   return given;
+}
+
+Status ApplyUnitsOf(const PlanFlags& flags, const Trace& trace, const std::string& trace_path,
+                    Strategy& strategy) {
+  if (flags.units_of.empty()) return {};
+  Result<std::vector<UnitRule>> units = UnitsOfFramework(flags.units_of, trace, strategy);
+  if (!units) {
+    if (units.error().code == ErrorCode::kBadInput) units.error().file = trace_path;
+    return std::unexpected(std::move(units.error()));
+  }
+  strategy.units = std::move(*units);
+  return {};
 }
 
 Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const GivenStrategy& given,

@@ -23,6 +23,7 @@ struct PlanFlags {
   std::string policy;
   std::vector<std::string> mesh;   // "replicate=2"
   std::vector<std::string> units;  // rules as UnitRule::modules
+  std::string units_of;            // a framework's (frameworks.h)
   std::optional<std::string> reshard_after_forward;
   std::optional<std::string> backward_prefetch;
   std::optional<std::string> forward_prefetch;
@@ -62,6 +63,11 @@ struct GivenStrategy {
 
 // The strategy file at `path` ("": PyTorch's defaults) with the flags over it.
 Result<GivenStrategy> StrategyOf(const std::string& path, const PlanFlags& flags);
+
+// Puts the units of --units-of into the strategy, if it is given. An error that is of the trace names its
+// file.
+Status ApplyUnitsOf(const PlanFlags& flags, const Trace& trace, const std::string& trace_path,
+                    Strategy& strategy);
 
 // MakePlan of the trace read from `trace_path`, by the strategy's own policy if it has one; an error that
 // names no file names the strategy's, else the trace's.

@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <iterator>
+#include <utility>
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
@@ -15,12 +15,17 @@
 namespace shardplan::cli {
 namespace {
 
+struct Candidate {
+  KnobChange change;
+  bool changes_numbers = false;
+};
+
 // Changes that every policy knows.
-std::vector<KnobChange> CommonChanges(const Plan& plan) {
-  std::vector<KnobChange> candidates;
-  const auto add = [&](std::string knob) -> Strategy& {
-    candidates.push_back({std::move(knob), plan.strategy});
-    return candidates.back().strategy;
+std::vector<Candidate> CommonChanges(const Plan& plan) {
+  std::vector<Candidate> candidates;
+  const auto add = [&](std::string knob, bool changes_numbers = false) -> Strategy& {
+    candidates.push_back({{std::move(knob), plan.strategy}, changes_numbers});
+    return candidates.back().change.strategy;
   };
   if (!plan.strategy.checkpoint) {
     CheckpointRule rule;
@@ -32,14 +37,14 @@ std::vector<KnobChange> CommonChanges(const Plan& plan) {
   }
   add("cpu_offload: true").cpu_offload = true;
   if (plan.strategy.optimizer.kind != OptimizerKind::kAdafactor) {
-    add("optimizer implementation: fused").optimizer.implementation = OptimizerImplementation::kFused;
+    add("optimizer implementation: fused", true).optimizer.implementation = OptimizerImplementation::kFused;
   }
   add("optimizer implementation: for_loop").optimizer.implementation = OptimizerImplementation::kForLoop;
   if (plan.strategy.mixed_precision) {
-    add("reduce_dtype: bfloat16").mixed_precision->reduce_dtype = DType::kBFloat16;
+    add("reduce_dtype: bfloat16", true).mixed_precision->reduce_dtype = DType::kBFloat16;
   }
   const std::string& method = KnobsOf(plan.policy).accumulation_call;
-  Strategy& synced = add("gradient sync in every micro-batch");
+  Strategy& synced = add("gradient sync in every micro-batch", true);
   for (StepProgram& step : synced.program) {
     std::erase_if(step, [&](const ProgramCall& call) {
       const auto* module = std::get_if<ModuleCall>(&call);
@@ -64,21 +69,23 @@ Result<std::vector<KnobTrial>> TryKnobs(const Plan& plan, const Trace& trace, bo
                           plan.policy);
   }
   const PolicyKnobs& policy = KnobsOf(plan.policy);
-  std::vector<KnobChange> candidates = CommonChanges(plan);
-  std::ranges::move(policy.memory_changes(plan.strategy), std::back_inserter(candidates));
+  std::vector<Candidate> candidates = CommonChanges(plan);
+  // A policy's own change when something is gathered, freed or sent, and no values.
+  for (KnobChange& change : policy.memory_changes(plan.strategy)) candidates.push_back({std::move(change)});
   const MemoryOptions options{.kernel_temporaries = kernel_temporaries};
   const Bytes peak = ProfileMemory(plan, options).peak_bytes;
   std::vector<KnobTrial> trials;
-  for (const KnobChange& candidate : candidates) {
+  for (const auto& [candidate, changes_numbers] : candidates) {
     if (candidate.strategy == plan.strategy) continue;
     // A combination that the policy refuses is no way out.
     const Result<PlannerOutput> planned =
         MakePlan(trace, candidate.strategy, plan.cluster, {.verify = false});
     if (!planned) continue;
     const Bytes bytes = ProfileMemory(planned->plan, options).peak_bytes;
-    if (bytes != peak) trials.push_back({candidate.knob, bytes});
+    if (bytes != peak) trials.push_back({candidate.knob, bytes, changes_numbers});
   }
-  std::ranges::stable_sort(trials, {}, [](const KnobTrial& t) { return t.peak_bytes; });
+  std::ranges::stable_sort(trials, {},
+                           [](const KnobTrial& t) { return std::pair(t.changes_numbers, t.peak_bytes); });
   return trials;
 }
 
@@ -86,8 +93,9 @@ std::string TrialsTable(const std::vector<KnobTrial>& trials, Bytes peak_bytes) 
   std::string text =
       fmt::format("\n{:<48} {:>18} {:>18}\n", "planned again with", "peak, bytes", "difference");
   for (const KnobTrial& trial : trials) {
-    text += fmt::format("{:<48} {:>18} {:>+18}\n", Printable(trial.knob), trial.peak_bytes.value,
-                        (trial.peak_bytes - peak_bytes).value);
+    text +=
+        fmt::format("{:<48} {:>18} {:>+18}{}\n", Printable(trial.knob), trial.peak_bytes.value,
+                    (trial.peak_bytes - peak_bytes).value, trial.changes_numbers ? "  changes numbers" : "");
   }
   return trials.empty() ? "\nno single knob changes the peak\n" : text;
 }

@@ -32,6 +32,10 @@ struct NamedParameter {
   bool operator==(const NamedParameter&) const = default;
 };
 
+// What a model says that a module is (transformers: base_model_prefix, _no_split_modules,
+// get_input_embeddings, get_output_embeddings). Frameworks ask it when they make units.
+enum class ModulePart : std::uint8_t { kBaseModel, kLayer, kInputEmbeddings, kOutputEmbeddings };
+
 struct Module {
   std::string fqn;  // "" for the root
   std::string class_name;
@@ -40,6 +44,7 @@ struct Module {
   std::vector<std::string> buffers;        // names of direct buffers
   std::string same_module_as;              // FQN first seen of a module registered twice; "" otherwise
   std::string compiled;                    // torch.compile's backend of a module that runs as compiled graphs
+  std::vector<ModulePart> parts;           // empty: the model says nothing of it
   bool operator==(const Module&) const = default;
 };
 

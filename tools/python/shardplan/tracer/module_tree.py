@@ -16,6 +16,37 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def _class_called(module: nn.Module, name: str) -> type | None:
+    """The first class of that name in the tree, as accelerate's get_module_class_from_name finds it."""
+    if type(module).__name__ == name:
+        return type(module)
+    return next((found for child in module.children() if (found := _class_called(child, name)) is not None), None)
+
+
+def model_parts(root: nn.Module) -> dict[nn.Module, list[str]]:
+    """What a transformers model, or what wraps one, says of its modules (Module::parts in trace.h). Empty: the model says nothing."""
+    if getattr(root, "_no_split_modules", None) is None and not hasattr(root, "get_input_embeddings"):
+        return {}
+    parts: dict[nn.Module, list[str]] = {}
+
+    def mark(module: object, part: str) -> None:
+        if isinstance(module, nn.Module):
+            parts.setdefault(module, []).append(part)
+
+    prefix = getattr(root, "base_model_prefix", "")
+    mark(getattr(root, prefix, None) if prefix else root, "base_model")
+    classes = tuple(c for name in getattr(root, "_no_split_modules", None) or () if (c := _class_called(root, name)) is not None)
+    for module in root.modules():
+        if classes and isinstance(module, classes):
+            mark(module, "layer")
+    for part in ("input_embeddings", "output_embeddings"):
+        try:
+            mark(getattr(root, f"get_{part}", lambda: None)(), part)
+        except NotImplementedError:  # a model of images
+            pass
+    return parts
+
+
 _GRADIENT_FIELDS = "_shardplan_gradient_fields"
 
 
@@ -45,10 +76,11 @@ class ModuleTree:
     parameter_ids: dict[torch.Tensor, int] = field(default_factory=dict)
     buffer_tensors: list[torch.Tensor] = field(default_factory=list)
     compiled: dict[nn.Module, str] = field(default_factory=dict)  # modules that run as compiled graphs -> names of their backends
+    parts: dict[nn.Module, list[str]] = field(default_factory=dict)  # what the model says that they are
 
     @staticmethod
     def of(root: nn.Module, compiled: dict[nn.Module, str] | None = None) -> "ModuleTree":
-        tree = ModuleTree(compiled=compiled or {})
+        tree = ModuleTree(compiled=compiled or {}, parts=model_parts(root))
         tree._add_parameters(root)
         tree._add_module(root, "")
         return tree
@@ -85,6 +117,8 @@ class ModuleTree:
             entry["compiled"] = self.compiled[module]
         if first is None:
             self.module_ids[module] = len(self.modules)
+            if parts := self.parts.get(module):
+                entry["parts"] = parts
             for name, buffer in buffers:
                 self._add_buffer(module, _join(fqn, name), name, buffer)
         self.modules.append(entry)
