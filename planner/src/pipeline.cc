@@ -13,6 +13,7 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/cluster_check.h"
 #include "shardplan/schemas/policy_knobs.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/schemas/strategy_check.h"
 #include "shardplan/schemas/trace_check.h"
@@ -115,7 +116,7 @@ Result<Task> MakeTask(const Trace& trace, const Strategy& strategy, const Cluste
                       const PlanOptions& options) {
   if (Status s = CheckSkipped(options); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckTrace(trace); !s) return std::unexpected(std::move(s.error()));
-  Strategy planned = WithPyTorch(strategy, trace);
+  Strategy planned = CompleteStrategy(strategy, trace);
   if (Status s = CheckKnobs(planned); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckCluster(cluster); !s) return std::unexpected(std::move(s.error()));
   Result<PolicyPasses> policy = FindPolicy(planned, options.policy);
@@ -148,9 +149,9 @@ Status RunPasses(const Task& task, std::string_view last, const PlanOptions& opt
   return {};
 }
 
-Strategy WithPyTorch(Strategy strategy, const Trace& trace) {
+Strategy CompleteStrategy(Strategy strategy, const Trace& trace) {
   strategy.pytorch = PlannedPyTorch(strategy, trace);
-  return strategy;
+  return WithCallsOf(trace, std::move(strategy));
 }
 
 Status CheckKnobs(const Strategy& strategy) {

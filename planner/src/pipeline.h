@@ -12,8 +12,8 @@ namespace shardplan {
 // Every pass runs here, is timed and reported. Ends behind the pass `last`; empty: behind the last one.
 Status RunPasses(const Task& task, std::string_view last, const PlanOptions& options, Made& made);
 
-// With the PyTorch that a plan of it for this trace follows.
-Strategy WithPyTorch(Strategy strategy, const Trace& trace);
+// With what the strategy leaves to the trace: the PyTorch that a plan of it follows, and the calls of a step.
+Strategy CompleteStrategy(Strategy strategy, const Trace& trace);
 
 // What the document's own rules and the allocator say of a strategy. kBadInput.
 Status CheckKnobs(const Strategy& strategy);

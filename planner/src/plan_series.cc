@@ -66,7 +66,7 @@ Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
 
 Result<Plan> PlanSeries::Make(const Strategy& strategy) const {
   if (!checked_) return std::unexpected(checked_.error());
-  Strategy planned = WithPyTorch(strategy, trace_);
+  Strategy planned = CompleteStrategy(strategy, trace_);
   if (Status s = CheckKnobs(planned); !s) return std::unexpected(std::move(s.error()));
   Result<RewrittenTrace> recomputing = Recomputing(strategy.checkpoint);
   if (!recomputing) return std::unexpected(std::move(recomputing.error()));

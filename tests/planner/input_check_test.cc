@@ -265,6 +265,16 @@ std::vector<BadTrace> BadTraces() {
        {"recompute", "/backwards/0/events/0/1", "did not begin"}},
       {[](Trace& trace) { trace.backwards[0].forwards = {3}; },
        {"forward", "/backwards/0/forwards/0", "no such"}},
+      {[](Trace& trace) { trace.calls = {TracedForward{0}}; },
+       {"calls leave a pass out", "/calls", "passes that are never called"}},
+      {[](Trace& trace) {
+         trace.calls = {TracedForward{0}, TracedForward{0}, TracedBackward{0}};
+       },
+       {"calls repeat a pass", "/calls/1/1", "called once, in the order of their list"}},
+      {[](Trace& trace) {
+         trace.calls = {TracedBackward{0}, TracedForward{0}};
+       },
+       {"calls in no order", "/backwards/0/forwards/0", "no call before has run this forward"}},
       {[](Trace& trace) { trace.backwards[0].forwards.clear(); },
        {"none", "/backwards/0/forwards", "covers a"}},
   };
@@ -281,6 +291,36 @@ TEST(InputCheckTest, AlteredTracesAreRefusedWhereTheyAreRead) {
     EXPECT_EQ(planned.error(), CheckTrace(trace).error()) << c.bad.name;
     EXPECT_FALSE(ParseTrace(ToJson(trace))) << c.bad.name;
   }
+}
+
+// What the first of two backwards has freed, the second does not find.
+TEST(InputCheckTest, CallsFindWhatThoseBeforeThemLeft) {
+  Trace trace = LayeredTrace(2, 8, 8, 8);
+  Pass again = trace.backwards[0];
+  trace.backwards.push_back(again);
+  ASSERT_TRUE(CheckTrace(trace));  // one or the other
+  trace.calls = {TracedForward{0}, TracedBackward{0}, TracedBackward{1}};
+  const Status status = CheckTrace(trace);
+  ASSERT_FALSE(status);
+  EXPECT_THAT(status.error().message, HasSubstr("not alive here"));
+  EXPECT_THAT(status.error().pointer, HasSubstr("/backwards/1/events/"));
+}
+
+// The calls that are usual anyway.
+TEST(InputCheckTest, CallsOfATraceAreTheProgramOfAStrategyWithoutOne) {
+  Trace trace = LayeredTrace(2, 8, 8, 8);
+  const Strategy strategy{.units = {{.modules = {"layers.*"}}, {.modules = {""}}}};
+  const Result<PlannerOutput> usual = MakePlan(trace, strategy, ClusterOf(2));
+  trace.calls = {TracedForward{0}, TracedBackward{0}};
+  const Result<PlannerOutput> called = MakePlan(trace, strategy, ClusterOf(2));
+  ASSERT_TRUE(usual && called);
+  EXPECT_TRUE(called->plan.steps == usual->plan.steps);
+  EXPECT_EQ(called->plan.strategy.program, (std::vector<StepProgram>{{kForward, kBackward, kStep, kZero}}));
+  Strategy own = strategy;
+  own.program = {{kForward, kBackward, kStep}};
+  const Result<PlannerOutput> given = MakePlan(trace, own, ClusterOf(2));
+  ASSERT_TRUE(given);
+  EXPECT_EQ(given->plan.strategy.program, own.program);
 }
 
 // Events that come twice: nothing of a trace happens twice.

@@ -275,6 +275,16 @@ void RepairBackward(Pass& pass, const Trace& trace, const std::vector<ModuleId>&
   pass.events = std::move(events);
 }
 
+// All forwards, then the backward: of several, a later one would use what the first has freed.
+void RepairCalls(Trace& trace) {
+  const bool has_calls = !trace.calls.empty() && trace.backwards.size() < 2;
+  trace.calls.clear();
+  if (!has_calls) return;
+  for (std::int32_t f = 0; std::cmp_less(f, trace.forwards.size()); ++f)
+    trace.calls.emplace_back(TracedForward{f});
+  if (!trace.backwards.empty()) trace.calls.emplace_back(TracedBackward{0});
+}
+
 // Points of a table ascend.
 void RepairCluster(Cluster& cluster) {
   const auto ascending = [](auto& points, auto place) {
@@ -353,6 +363,7 @@ Trace RandomTrace(std::uint64_t seed) {
   }
   if (trace.forwards.empty()) trace.backwards.clear();
   for (Pass& pass : trace.backwards) RepairBackward(pass, trace, canonical, memory, outputs);
+  RepairCalls(trace);
   return trace;
 }
 

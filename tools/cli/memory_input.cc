@@ -18,7 +18,7 @@ namespace {
 Result<Plan> PlanFor(const MemoryInput& input, const Trace& trace) {
   Result<GivenStrategy> strategy = StrategyOf(input.strategy, input.flags);
   if (!strategy) return std::unexpected(strategy.error());
-  if (Status made = ApplyUnitsOf(input.flags, trace, input.path, strategy->strategy); !made)
+  if (Status made = ApplyTraceFlags(input.flags, trace, input.path, strategy->strategy); !made)
     return std::unexpected(made.error());
   Result<ChosenCluster> chosen = ChooseCluster(input.cluster, strategy->strategy, {.name = "memory only"});
   if (!chosen) return std::unexpected(chosen.error());

@@ -10,6 +10,7 @@
 
 #include "optimize/outlook.h"
 #include "optimize/prices.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/simulator/cost_model.h"
 
 namespace shardplan {
@@ -66,11 +67,10 @@ Status CheckAlike(const NamedTrace& first, std::int64_t first_size, const NamedT
 }
 
 // Forward and backward of each micro-batch, then the optimizer.
-StepProgram StepOf(std::int64_t microbatches, const Strategy& job) {
+StepProgram StepOf(std::int64_t microbatches, const Trace& trace, const Strategy& job) {
   StepProgram step;
   for (std::int32_t m = 0; m < microbatches; ++m) {
-    step.push_back(ForwardCall{m, 0});
-    step.push_back(BackwardCall{{m}, 0});
+    AddMicrobatch(trace, m, step);
   }
   if (job.optimizer.in_backward) return step;
   step.push_back(OptimizerStepCall{});
@@ -363,7 +363,9 @@ Result<std::vector<JobVariant>> MakeVariants(const std::vector<NamedTrace>& trac
       if (options.global_batch) {
         variant.says.microbatch_size = sizes[t];
         variant.says.microbatches = *options.global_batch / (sizes[t] * cluster.ranks);
-        if (variant.says.microbatches > 1) variant.job.program = {StepOf(variant.says.microbatches, job)};
+        if (variant.says.microbatches > 1) {
+          variant.job.program = {StepOf(variant.says.microbatches, *traces[t].trace, job)};
+        }
       }
       variants.push_back(std::move(variant));
     }

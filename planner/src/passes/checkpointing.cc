@@ -47,7 +47,14 @@ class Checkpointer {
   Result<Trace> Run() {
     if (Status s = MatchRule(); !s) return std::unexpected(s.error());
     FindNextStorage();
-    for (std::size_t b = 0; b < trace_.backwards.size(); ++b) Transform(b);
+    std::set<std::int32_t> covered;  // by what was called before
+    for (std::size_t b = 0; b < trace_.backwards.size(); ++b) {
+      Transform(b);
+      for (const std::int32_t f : trace_.backwards[b].forwards) {
+        const bool again = !covered.insert(f).second && !trace_.calls.empty() && !found_.regions.empty();
+        if (again) return RunsBackwardTwice(b, f);
+      }
+    }
     return std::move(result_);
   }
 
@@ -69,6 +76,14 @@ class Checkpointer {
       if (checkpointed_[m] && ++count % rule_.every != 0) checkpointed_[m] = false;
     }
     return CheckSaved();
+  }
+
+  // What the first of them keeps and drops is not what the second needs.
+  static std::unexpected<Error> RunsBackwardTwice(std::size_t b, std::int32_t f) {
+    return MakeInputError(
+        "/checkpoint",
+        fmt::format("two backwards of a step, {} the last, go through forward {} of the trace", b, f),
+        "a checkpointed module in it", "a trace of a model that checkpoints by itself");
   }
 
   Status CheckSaved() const {

@@ -9,13 +9,16 @@
 namespace shardplan {
 namespace {
 
-// Forwards that are trained on, in the step that repeats.
-std::int64_t TrainedForwards(const Strategy& strategy) {
+// Forwards that are trained on, in the step that repeats. Of the backwards that a trace calls for one batch,
+// the last counts.
+std::int64_t TrainedForwards(const Trace& trace, const Strategy& strategy) {
   if (strategy.program.empty()) return 1;
+  const auto last = static_cast<std::int32_t>(trace.backwards.size()) - 1;
   std::int64_t forwards = 0;
   for (const ProgramCall& call : strategy.program.back()) {
     const auto* backward = std::get_if<BackwardCall>(&call);
-    if (backward != nullptr) forwards += static_cast<std::int64_t>(backward->microbatches.size());
+    const bool counts = backward != nullptr && (trace.calls.empty() || backward->trace == last);
+    if (counts) forwards += static_cast<std::int64_t>(backward->microbatches.size());
   }
   return forwards;
 }
@@ -36,7 +39,7 @@ Result<Plan> DescribePlan(Plan plan, const PolicyInput& input, const PolicyPasse
     if (Status s = policy.change_buffers(input, plan.model_buffers); !s) return std::unexpected(s.error());
   }
   plan.unmanaged = UnmanagedOf(input.trace, plan);
-  plan.tokens_per_step = input.trace.tokens_per_batch * TrainedForwards(input.strategy);
+  plan.tokens_per_step = input.trace.tokens_per_batch * TrainedForwards(input.trace, input.strategy);
   return plan;
 }
 

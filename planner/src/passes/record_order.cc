@@ -59,8 +59,8 @@ class Recorder {
     UnitId unit = -1;
   };
 
-  // (micro-batch, canonical module, occurrence): one call of a module.
-  using ModuleRun = std::tuple<std::int32_t, ModuleId, std::int32_t>;
+  // (micro-batch, Run, canonical module, occurrence): one call of a module.
+  using ModuleRun = std::tuple<std::int32_t, std::int32_t, ModuleId, std::int32_t>;
 
   Status Call(const ForwardCall& call) {
     if (call.trace < 0 || call.trace >= static_cast<std::int32_t>(trace_.forwards.size())) {
@@ -71,8 +71,11 @@ class Recorder {
     grad_enabled_ = pass_->grad_enabled;
     training_ = call.training.value_or(grad_enabled_);
     forwards_.assign(1, {.name = "forward"});
-    std::erase_if(input_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
-    std::erase_if(output_hooks_, [&](const auto& hook) { return std::get<0>(hook.first) == microbatch_; });
+    const auto is_run_before = [&](const auto& hook) {
+      return std::get<0>(hook.first) == microbatch_ && std::get<1>(hook.first) == Run(call.trace);
+    };
+    std::erase_if(input_hooks_, is_run_before);
+    std::erase_if(output_hooks_, is_run_before);
     std::map<ModuleId, std::int32_t> runs;
     std::vector<std::int32_t> open;          // occurrence of every module that is running
     std::vector<const EnterEvent*> entered;  // and how it was entered
@@ -102,7 +105,9 @@ class Recorder {
     if (!entered.runs_hook) return;
     Cut(position);
     PushOfAll(HookPointKind::kPreForward, unit);
-    if (grad_enabled_ && entered.registers_inputs) input_hooks_[{microbatch_, module, occurrence}] = unit;
+    if (grad_enabled_ && entered.registers_inputs) {
+      input_hooks_[{microbatch_, Run(pass_index_), module, occurrence}] = unit;
+    }
     if (!entered.begins) return;
     forwards_.push_back({"forward " + UnitName(unit), SegmentPhase::kForward, unit});
     place_ = forwards_.back();
@@ -146,7 +151,7 @@ class Recorder {
     post_forwards_[unit] = {event.grad_enabled, event.outputs_require_grad};
     RepeatForOtherGroups(unit);
     if (grad_enabled_) {
-      std::vector<UnitId>& hooks = output_hooks_[{microbatch_, module, occurrence}];
+      std::vector<UnitId>& hooks = output_hooks_[{microbatch_, Run(pass_index_), module, occurrence}];
       hooks = {unit};
       hooks.insert(hooks.end(), completed.begin(), completed.end());
     }
@@ -337,8 +342,14 @@ class Recorder {
 
   std::string UnitName(UnitId unit) const { return DisplayName(partition_.units[unit].unit.fqn); }
 
+  // Which of a micro-batch's forwards it is. Where the trace lists no calls there is one, and forwards of the
+  // trace that are alike stand for each other.
+  std::int32_t Run(std::int32_t forward) const { return trace_.calls.empty() ? 0 : forward; }
+
+  // Of the forward that the backward is in.
   ModuleRun RunOf(ModuleId module, std::int32_t occurrence) const {
-    return {microbatch_, index_.canonical[module], occurrence};
+    const auto forward = static_cast<std::size_t>(forward_);
+    return {microbatch_, Run(pass_->forwards[forward]), index_.canonical[module], occurrence};
   }
 
   // Everything since the last cut is one segment.

@@ -41,6 +41,7 @@ class PassesCheck {
     outside_.insert(-1);
     alive_ = outside_;
     if (Status status = CheckSizes(); !status) return status;
+    if (!trace_.calls.empty()) return CheckCalls();
     for (std::size_t f = 0; f < trace_.forwards.size(); ++f) {
       if (Status status = CheckForward(f); !status) return status;
     }
@@ -76,6 +77,31 @@ class PassesCheck {
     if (total_bytes_ <= kMaxExact) return {};
     return MakeInputError(pointer, "the model and its storages have too many bytes together",
                           fmt::format("{}", total_bytes_), fmt::format("at most {}", kMaxExact));
+  }
+
+  // ---- calls: each finds what those before it left ----
+
+  Status CheckCalls() {
+    std::size_t forwards = 0, backwards = 0;
+    for (std::size_t c = 0; c < trace_.calls.size(); ++c) {
+      const auto* forward = std::get_if<TracedForward>(&trace_.calls[c]);
+      const std::int32_t pass =
+          forward != nullptr ? forward->forward : std::get<TracedBackward>(trace_.calls[c]).backward;
+      std::size_t& next = forward != nullptr ? forwards : backwards;
+      if (std::cmp_not_equal(pass, next)) return WrongCall(fmt::format("/calls/{}/1", c), pass, next);
+      if (Status status = forward != nullptr ? CheckForward(next) : CheckBackward(next); !status)
+        return status;
+      ++next;
+    }
+    if (forwards == trace_.forwards.size() && backwards == trace_.backwards.size()) return {};
+    return MakeInputError("/calls", "passes that are never called",
+                          fmt::format("{} forwards and {} backwards", forwards, backwards),
+                          fmt::format("all: {} and {}", trace_.forwards.size(), trace_.backwards.size()));
+  }
+
+  static Status WrongCall(std::string pointer, std::int32_t found, std::size_t next) {
+    return MakeInputError(std::move(pointer), "passes are called once, in the order of their list",
+                          fmt::format("{}", found), fmt::format("{}", next));
   }
 
   // ---- forwards: a later one finds what those before it left ----
@@ -180,14 +206,17 @@ class PassesCheck {
       return MakeInputError(list_ + "/forwards", "a backward covers a forward", "an empty list",
                             "its forwards");
     }
-    alive_ = outside_;
+    const bool in_order = !trace_.calls.empty();
+    if (!in_order) alive_ = outside_;
     for (std::size_t k = 0; k < pass_->forwards.size(); ++k) {
       const std::int32_t f = pass_->forwards[k];
       const std::string pointer = fmt::format("{}/forwards/{}", list_, k);
       if (f < 0 || f >= std::ssize(left_)) {
-        return MakeInputError(pointer, "there is no such forward", fmt::format("{}", f),
-                              fmt::format("less than {}", left_.size()));
+        return MakeInputError(pointer,
+                              in_order ? "no call before has run this forward" : "there is no such forward",
+                              fmt::format("{}", f), fmt::format("less than {}", left_.size()));
       }
+      if (in_order) continue;
       const std::unordered_set<StorageId>& left = left_[static_cast<std::size_t>(f)].alive;
       alive_.insert(left.begin(), left.end());
     }

@@ -277,6 +277,30 @@ inline constexpr Definition kDefinition<TraceEvent> = {
     "trace", "event", "One event, in host order; the first element is its kind."};
 
 template <>
+inline constexpr std::string_view kTag<TracedForward> = "forward";
+template <>
+inline constexpr Definition kDefinition<TracedForward> = {.says = "A forward runs."};
+template <>
+inline constexpr auto kFields<TracedForward> =
+    FieldList(Required("forward", &TracedForward::forward, "Which of the trace.").Ref(RefKind::kForward));
+
+template <>
+inline constexpr std::string_view kTag<TracedBackward> = "backward";
+template <>
+inline constexpr Definition kDefinition<TracedBackward> = {.says = "A backward runs."};
+template <>
+inline constexpr auto kFields<TracedBackward> =
+    FieldList(Required("backward", &TracedBackward::backward, "Which of the trace.").Ref(RefKind::kBackward));
+
+template <>
+inline constexpr bool kIsEvent<TracedForward> = true;
+template <>
+inline constexpr bool kIsEvent<TracedBackward> = true;
+template <>
+inline constexpr Definition kDefinition<TraceCall> = {
+    "trace", "call", "A pass that runs; the first element says of which kind."};
+
+template <>
 inline constexpr bool kIsBlock<Pass> = true;
 template <>
 inline constexpr Definition kDefinition<Pass> = {"trace", "pass",
@@ -315,7 +339,10 @@ inline constexpr auto kFields<Trace> = FieldList(
     Optional("buffers", &Trace::buffers, "Module buffers.").Lines(),
     Optional("inputs", &Trace::inputs, "The batch.").Lines(),
     Required("forwards", &Trace::forwards, "Recorded forwards.").Lines().Defines(RefKind::kForward),
-    Optional("backwards", &Trace::backwards, "Recorded backwards.").Lines());
+    Optional("backwards", &Trace::backwards, "Recorded backwards.").Lines().Defines(RefKind::kBackward),
+    Optional("calls", &Trace::calls,
+             "What one micro-batch calls, in order, where the loss runs backwards of its own.")
+        .Lines());
 
 // trace_json.cc defines them.
 extern template const JsonObjectType& JsonObjectTypeOf<Trace>();

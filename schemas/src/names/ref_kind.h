@@ -15,6 +15,7 @@ enum class RefKind : std::uint8_t {
   kParameter,
   kTensor,
   kForward,
+  kBackward,
   kUnit,
   kBuffer,
   kStream,
@@ -22,7 +23,7 @@ enum class RefKind : std::uint8_t {
   kCommunicator,
   kSegment,
 };
-inline constexpr std::size_t kRefKinds = 11;
+inline constexpr std::size_t kRefKinds = 12;
 constexpr bool IsNamed(RefKind kind) { return kind >= RefKind::kUnit; }
 
 }  // namespace shardplan

@@ -134,6 +134,28 @@ const StepProgram& ProgramOfStep(const Strategy& strategy, std::int64_t step) {
   return strategy.program[static_cast<std::size_t>(std::min(step, last))];
 }
 
+void AddMicrobatch(const Trace& trace, std::int32_t microbatch, StepProgram& step) {
+  static const std::vector<TraceCall> kUsual = {TracedForward{}, TracedBackward{}};
+  for (const TraceCall& call : trace.calls.empty() ? kUsual : trace.calls) {
+    if (const auto* forward = std::get_if<TracedForward>(&call)) {
+      step.emplace_back(ForwardCall{.microbatch = microbatch, .trace = forward->forward});
+    } else {
+      step.emplace_back(
+          BackwardCall{.microbatches = {microbatch}, .trace = std::get<TracedBackward>(call).backward});
+    }
+  }
+}
+
+Strategy WithCallsOf(const Trace& trace, Strategy strategy) {
+  if (!strategy.program.empty() || trace.calls.empty()) return strategy;
+  StepProgram& step = strategy.program.emplace_back();
+  AddMicrobatch(trace, 0, step);
+  if (strategy.optimizer.in_backward) return strategy;
+  step.emplace_back(OptimizerStepCall{});
+  step.emplace_back(ZeroGradCall{});
+  return strategy;
+}
+
 std::vector<PassCall> PassCallsOf(const StepProgram& program) {
   std::vector<PassCall> calls;
   for (const ProgramCall& call : program) {

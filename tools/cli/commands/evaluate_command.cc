@@ -107,7 +107,7 @@ class Evaluator {
     if (Status read = ReadTheTrace(question.trace); !read) return std::unexpected(std::move(read.error()));
     Result<GivenStrategy> strategy = StrategyOf(question.strategy, question.flags);
     if (!strategy) return std::unexpected(strategy.error());
-    if (Status made = ApplyUnitsOf(question.flags, *trace_, trace_path_, strategy->strategy); !made)
+    if (Status made = ApplyTraceFlags(question.flags, *trace_, trace_path_, strategy->strategy); !made)
       return std::unexpected(made.error());
     const ReadClusterFunction read = [this](const std::string& path) { return Read(path); };
     Result<ChosenCluster> chosen =

@@ -243,7 +243,8 @@ Status RunOptimize(const OptimizeArguments& arguments) {
   }
   Result<GivenStrategy> given = StrategyOf(arguments.strategy, arguments.flags);
   if (!given) return std::unexpected(given.error());
-  if (Status made = ApplyUnitsOf(arguments.flags, traces.front(), arguments.traces.front(), given->strategy);
+  if (Status made =
+          ApplyTraceFlags(arguments.flags, traces.front(), arguments.traces.front(), given->strategy);
       !made)
     return made;
   if (given->library)

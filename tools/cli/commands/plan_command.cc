@@ -111,7 +111,8 @@ Status RunPlan(const PlanArguments& options) {
   if (!trace) return std::unexpected(trace.error());
   Result<GivenStrategy> given = StrategyOf(options.strategy, options.flags);
   if (!given) return std::unexpected(given.error());
-  if (Status made = ApplyUnitsOf(options.flags, *trace, options.trace, given->strategy); !made) return made;
+  if (Status made = ApplyTraceFlags(options.flags, *trace, options.trace, given->strategy); !made)
+    return made;
   Result<ChosenCluster> chosen = ChooseClusterOrDefault(options.cluster, given->strategy, options.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));
   if (!chosen->note.empty()) Progress(options.quiet, chosen->note);

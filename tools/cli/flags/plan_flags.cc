@@ -15,6 +15,7 @@
 #include "shardplan/planner/frameworks.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/simulator/caching_allocator.h"
 
@@ -153,7 +154,7 @@ Status ApplyOptimizer(const std::optional<std::string>& text, Strategy& strategy
 }
 
 // Gradient accumulation: n forwards and backwards a step; without sync all but the last reduce nothing.
-void ApplyAccumulation(const PlanFlags& flags, Strategy& strategy) {
+void ApplyAccumulation(const PlanFlags& flags, const Trace& trace, Strategy& strategy) {
   if (!flags.accumulate) return;
   StepProgram step;
   for (std::int32_t microbatch = 0; microbatch < *flags.accumulate; ++microbatch) {
@@ -161,8 +162,7 @@ void ApplyAccumulation(const PlanFlags& flags, Strategy& strategy) {
     if (flags.accumulate_without_sync) {
       step.push_back(ModuleCall{.method = "set_requires_gradient_sync", .value = last});
     }
-    step.push_back(ForwardCall{microbatch, 0});
-    step.push_back(BackwardCall{{microbatch}, 0});
+    AddMicrobatch(trace, microbatch, step);
   }
   if (!flags.fsdp1.optimizer_in_backward && !strategy.optimizer.in_backward) {
     step.push_back(OptimizerStepCall{});
@@ -313,7 +313,6 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
     if (Status checked = CheckAllocatorSettings(*flags.alloc_conf); !checked) return checked;
     strategy.alloc_conf = *flags.alloc_conf;
   }
-  ApplyAccumulation(flags, strategy);
   if (Status s = ApplyMesh(flags.mesh, strategy); !s) return s;
   if (Status s = ApplyReshardAfterForward(flags.reshard_after_forward, strategy); !s) return s;
   if (Status s = ApplyPrefetch(flags, strategy); !s) return s;
@@ -341,8 +340,9 @@ Result<GivenStrategy> StrategyOf(const std::string& path, const PlanFlags& flags
   return given;
 }
 
-Status ApplyUnitsOf(const PlanFlags& flags, const Trace& trace, const std::string& trace_path,
-                    Strategy& strategy) {
+Status ApplyTraceFlags(const PlanFlags& flags, const Trace& trace, const std::string& trace_path,
+                       Strategy& strategy) {
+  ApplyAccumulation(flags, trace, strategy);
   if (flags.units_of.empty()) return {};
   Result<std::vector<UnitRule>> units = UnitsOfFramework(flags.units_of, trace, strategy);
   if (!units) {

@@ -64,10 +64,10 @@ struct GivenStrategy {
 // The strategy file at `path` ("": PyTorch's defaults) with the flags over it.
 Result<GivenStrategy> StrategyOf(const std::string& path, const PlanFlags& flags);
 
-// Puts the units of --units-of into the strategy, if it is given. An error that is of the trace names its
-// file.
-Status ApplyUnitsOf(const PlanFlags& flags, const Trace& trace, const std::string& trace_path,
-                    Strategy& strategy);
+// Writes over `strategy` the flags that mean something of a trace: the units of --units-of, the calls of
+// --accumulate. An error that is of the trace names its file.
+Status ApplyTraceFlags(const PlanFlags& flags, const Trace& trace, const std::string& trace_path,
+                       Strategy& strategy);
 
 // MakePlan of the trace read from `trace_path`, by the strategy's own policy if it has one; an error that
 // names no file names the strategy's, else the trace's.

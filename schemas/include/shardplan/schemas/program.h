@@ -7,12 +7,21 @@
 
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/strategy.h"
+#include "shardplan/schemas/trace.h"
 
 namespace shardplan {
 
 // The calls of step `step` of a strategy: the last one's, where it has fewer; those that every training loop
 // has, where it has none. `strategy` outlives what is returned.
 const StepProgram& ProgramOfStep(const Strategy& strategy, std::int64_t step);
+
+// The calls of micro-batch `microbatch`, behind those in `step`: the ones that the trace lists
+// (Trace::calls), or else its first forward and its first backward.
+void AddMicrobatch(const Trace& trace, std::int32_t microbatch, StepProgram& step);
+
+// A strategy without a program has the calls that the trace lists, where it lists any. An optimizer that does
+// not step in the backward follows, and zero_grad.
+Strategy WithCallsOf(const Trace& trace, Strategy strategy);
 
 // A call that runs a pass of the model.
 struct PassCall {

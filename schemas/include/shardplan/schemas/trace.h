@@ -214,6 +214,17 @@ struct Pass {
   bool operator==(const Pass&) const = default;
 };
 
+// A call of the step: which pass runs.
+struct TracedForward {
+  std::int32_t forward = 0;  // index into Trace::forwards
+  bool operator==(const TracedForward&) const = default;
+};
+struct TracedBackward {
+  std::int32_t backward = 0;  // index into Trace::backwards
+  bool operator==(const TracedBackward&) const = default;
+};
+using TraceCall = std::variant<TracedForward, TracedBackward>;
+
 struct TraceInput {
   std::string name;
   std::vector<std::int64_t> shape;
@@ -234,6 +245,9 @@ struct Trace {
   std::vector<TraceInput> inputs;
   std::vector<Pass> forwards;
   std::vector<Pass> backwards;
+  // What one micro-batch calls, in order, where that is more than a forward and then its backward: a loss
+  // that calls modules and runs backwards of its own. Empty: it is not.
+  std::vector<TraceCall> calls;
   bool operator==(const Trace&) const = default;
 };
 

@@ -12,6 +12,7 @@ SCHEMA = "shardplan.trace/1"
 _HEAD = ("schema", "model", "source", "recorded_with", "compute_dtype", "tokens_per_batch")
 _LISTS = ("modules", "parameters", "buffers", "inputs")
 _PASSES = ("forwards", "backwards")
+_CALLS = ("calls",)
 
 
 # Nobody sees them: schemas/src/names/unicode.h.
@@ -44,7 +45,7 @@ def _pass_lines(entry: dict, last: bool) -> Iterator[str]:
 
 def lines(trace: dict) -> Iterator[str]:
     """The document's text in pieces. A field with its default is left out."""
-    names = [f for f in (*_HEAD, *_LISTS, *_PASSES) if f in trace]
+    names = [f for f in (*_HEAD, *_LISTS, *_PASSES, *_CALLS) if f in trace]
     required = ("schema", "model", "compute_dtype", "modules", "parameters", "forwards")
     names = [f for f in names if f in required or trace[f] not in ([], "", 0)]
     yield "{\n"
@@ -55,7 +56,7 @@ def lines(trace: dict) -> Iterator[str]:
             yield f"  {_text(name)}: {_text(value)}{end}\n"
             continue
         yield f"  {_text(name)}: [\n"
-        if name in _LISTS:
+        if name in _LISTS + _CALLS:
             yield from _rows(4, value)
         else:
             for position, entry in enumerate(value):

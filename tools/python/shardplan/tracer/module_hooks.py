@@ -53,7 +53,7 @@ class ModuleHooks:
         self._calls: dict[int, list[int]] = {}  # module id -> occurrences entered and not yet left
         self._counts: dict[int, int] = {}
         self._scope = object()  # of tensor ids: a forward of this recording
-        self._position = 0
+        self._number = 0
         self._recomputed: list[int] = []
         self.tensors: list[dict] = []
         self._entered = 0  # modules, as often as they were
@@ -78,9 +78,9 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
 
-    def begin_forward(self, position: int = 0) -> None:
-        """`position`: of the forward among those that the next backward covers."""
-        self._scope, self._position = object(), position
+    def begin_forward(self, number: int) -> None:
+        """`number`: of the forward, by which events of backwards name it."""
+        self._scope, self._number = object(), number
         self._calls, self._counts, self.tensors = {}, {}, []
         self._entered = 0
 
@@ -122,7 +122,7 @@ class ModuleHooks:
         needing = [tensor for tensor in found if tensor.requires_grad]
         if not (needing and has_parameters and self._mark_inputs and torch.is_grad_enabled()):
             return None
-        done = functools.partial(self._inputs_done, module_id, occurrence, self._position)
+        done = functools.partial(self._inputs_done, module_id, occurrence, self._number)
         marked = _Identity.apply(done, *needing)
         for tensor, before in zip(marked, needing):
             self._name(tensor, self.tensor_id(before))
@@ -141,7 +141,7 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             for index, tensor in enumerate(found):
                 if tensor.requires_grad:
-                    where = (module_id, index, occurrence, self._position)
+                    where = (module_id, index, occurrence, self._number)
                     tensor.register_hook(functools.partial(self._output_gradient, where))
 
     # ---- backward ----

@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from shardplan.tracer import frozen, placement, releases
+from shardplan.tracer.calls import Calls, LossRunsBackwards
 from shardplan.tracer.errors import TracerError
-from shardplan.tracer.module_hooks import IDENTITY_NODE, ModuleHooks
+from shardplan.tracer.module_hooks import ModuleHooks
 from shardplan.tracer.module_tree import ModuleTree
 from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.progress import Progress
@@ -53,6 +54,7 @@ class Step:
     inputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # named batch tensors, labels included
     keep_output: bool = False  # until the backward is over
     kernels_of: str = ""  # Recorder's
+    loss_apart: bool = False  # Calls'; a recording finds out
 
 
 def default_loss(output) -> torch.Tensor:
@@ -124,6 +126,18 @@ def _record_once(
 ) -> tuple[dict, bool]:
     """The fields, and whether the marks on inputs changed how gradients are summed. `keep_nothing`: forwards alone, for which autograd keeps
     no tensor."""
+    try:
+        return _record_passes(step, mark_inputs, answers, progress, keep_nothing)
+    except LossRunsBackwards:
+        if [len(group.calls) for group in step.groups] != [1]:
+            raise TracerError("a loss that runs backwards of its own is traced alone: one forward of the model, in one step") from None
+        step.loss_apart = True
+        for parameter in step.module.parameters():
+            parameter.grad = None
+        return _record_passes(step, mark_inputs, answers, progress, keep_nothing)
+
+
+def _record_passes(step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress, keep_nothing: bool) -> tuple[dict, bool]:
     tree = step.tree
     recorder = Recorder(answers, [entry["fqn"] for entry in tree.modules], step.kernels_of, compiles=bool(tree.compiled))
     owners = _owners(tree)
@@ -135,15 +149,11 @@ def _record_once(
         storage = recorder.record_of(buffer)
         buffers.append({**entry, "storage": storage.id if storage is not None else recorder.add_resident(buffer)})
     hooks = ModuleHooks(recorder, tree, mark_inputs)
-    forwards, backwards, regrouped = [], [], False
+    calls = Calls(step.module, recorder, hooks, [entry["fqn"] for entry in tree.modules], keep_nothing, step.loss_apart)
     with _no_garbage_collection(), recorder:
         try:
             for group in step.groups:
-                made, backward, changed = _record_group(step, group, recorder, hooks, len(forwards), progress, keep_nothing)
-                forwards += made
-                if backward is not None:
-                    backwards.append({"name": f"b{len(backwards)}", **backward})
-                regrouped |= changed and mark_inputs
+                _record_group(step, group, recorder, hooks, calls, progress, keep_nothing)
         finally:
             recorder.phase = "off"
             hooks.remove()
@@ -153,16 +163,17 @@ def _record_once(
         inputs.append(
             {"name": f"captured.{position}", "shape": list(shape), "dtype": dtype_name(dtype), "storage": storage_id}
         )
-    _name_only_what_is_there(forwards, recorder)
+    _name_only_what_is_there(calls.forwards, recorder)
     fields = {
         "modules": tree.modules,
         "parameters": tree.parameters,
         "buffers": buffers,
         "inputs": inputs,
-        "forwards": forwards,
-        "backwards": backwards,
+        "forwards": calls.forwards,
+        "backwards": calls.backwards,
+        "calls": calls.order if step.loss_apart else [],
     }
-    return fields, regrouped
+    return fields, calls.regrouped and mark_inputs
 
 
 @contextlib.contextmanager
@@ -197,26 +208,25 @@ def _record_group(
     group: Group,
     recorder: Recorder,
     hooks: ModuleHooks,
-    first: int,
+    calls: Calls,
     progress: Progress,
     keep_nothing: bool,
-) -> tuple[list[dict], dict | None, bool]:
-    """The group's forwards (`first` is the number of the first), its backward, and whether marks on inputs regroup its sums."""
+) -> None:
     backward = group.backward and step.loss is not None
-    forwards, outputs, losses = [], [], []
+    first, outputs, losses = len(calls.forwards), [], []
     for position, call in enumerate(group.calls):
         last = position + 1 == len(group.calls)
-        hooks.begin_forward(position)
         with torch.set_grad_enabled(torch.is_grad_enabled() and call.grad), releases.kept_by_autograd(not keep_nothing):
-            forward = _forward(step, call, recorder, hooks, outputs, losses if backward else None, last, progress)
-        forwards.append({"name": f"f{first + position}", **forward})
-    if not backward or keep_nothing:
+            _forward(step, call, recorder, hooks, calls, outputs, losses if backward else None, last, progress)
+    is_over = step.loss_apart and not getattr(losses[0], "requires_grad", False)  # the loss has run all of its backwards
+    if not backward or keep_nothing or is_over:
         recorder.phase = "off"
-        return forwards, None, False
+        return
     _check_loss(losses[0])
-    regrouped = placement.sums_are_regrouped(losses[0], IDENTITY_NODE)
-    events = _backward(step, recorder, losses, outputs, progress)
-    return forwards, {"forwards": list(range(first, first + len(forwards))), "events": events}, regrouped
+    progress("backward")
+    covered = None if step.loss_apart else list(range(first, len(calls.forwards)))
+    calls.backward([losses[0]], lambda: _backward(losses, outputs, step.inputs), covered)
+    recorder.phase = "off"
 
 
 def _forward(
@@ -224,59 +234,51 @@ def _forward(
     call: Call,
     recorder: Recorder,
     hooks: ModuleHooks,
+    calls: Calls,
     outputs: list,
     losses: list | None,
     last: bool,
     progress: Progress,
-) -> dict:
+) -> None:
     """Adds the loss to `losses` (None: there is none); behind the last forward that list holds their sum alone."""
     progress("forward")
     modules = sum(1 for _ in step.module.modules())
     hooks.entered = lambda count: progress.part(min(count, modules), modules)
+    calls.begin_forward()
     recorder.phase = "forward"
     recorder.mark_nodes()
-    output = step.module.get_submodule(call.module)(*call.args, **call.kwargs)
-    recorder.mark_nodes()
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            storage = recorder.record_of(leaf)
-            if storage is not None:
-                storage.is_output = True
-        del leaf
-    recorder.phase = "loss"
-    if losses is not None:
-        with recorder.labels_on_device:
-            losses.append(step.loss(output))
+    with calls.own_backwards():
+        output = step.module.get_submodule(call.module)(*call.args, **call.kwargs)
+        recorder.mark_nodes()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                storage = recorder.record_of(leaf)
+                if storage is not None:
+                    storage.is_output = True
+            del leaf
+        if step.loss_apart:
+            calls.end_forward()
+            calls.begin_forward()
+        recorder.phase = "loss"
+        if losses is not None:
+            with recorder.labels_on_device:
+                losses.append(step.loss(output))
     if step.keep_output:
         outputs.append(output)
     output = None  # as a training loop that keeps no name for it
     while losses and last and len(losses) > 1:
         losses[:2] = [losses[0] + losses[1]]
-    forward: dict = {} if torch.is_grad_enabled() else {"grad_enabled": False}
-    return {**forward, "tensors": hooks.tensors, "events": recorder.take_events()}
+    calls.end_forward()
 
 
-def _backward(step: Step, recorder: Recorder, losses: list, outputs: list, progress: Progress) -> list:
-    progress("backward")
-    recorder.phase = "backward"
+def _backward(losses: list, outputs: list, inputs: list[tuple[str, torch.Tensor]]) -> None:
     loss = losses.pop()
-    loss.register_hook(lambda _: _at_the_end_of_the_backward(lambda: recorder.emit(["backward_end"])))
     loss.backward()
     del loss
     outputs.clear()
-    for _, tensor in step.inputs:
+    for _, tensor in inputs:
         if tensor.is_leaf:
             tensor.grad = None  # goes with the batch
-    events = recorder.take_events()
-    recorder.phase = "off"
-    for parameter in step.module.parameters():
-        parameter.grad = None
-    return events
-
-
-def _at_the_end_of_the_backward(function: Callable) -> None:
-    """Runs `function` where FSDP's final callback runs: the engine is done, the caller still holds the loss and its gradient."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def _check_loss(loss) -> None:
