@@ -10,8 +10,6 @@ namespace shardplan::conformance {
 inline const std::set<std::string>& NotPlanned() {
   static const std::set<std::string> cases = {
       "fsdp2_215/dataclass_default_w2",
-      "fsdp2_215/gptish_reset_bwd_w2",
-      "fsdp2_215/gptish_reset_fwd_w2",
   };
   return cases;
 }

@@ -62,6 +62,10 @@ void GroupForwards::PostBackward(UnitId unit) { in_forward_[unit] = false; }
 
 void GroupForwards::BackwardEnd(bool is_last_backward) {
   if (one_by_one_ ? !final_callback_queued_ : !is_last_backward) return;
+  Reset();
+}
+
+void GroupForwards::Reset() {
   for (std::set<ModuleId>& modules : to_run_) modules.clear();
   in_forward_.assign(in_forward_.size(), false);
   root_ = -1;

@@ -34,6 +34,8 @@ class GroupForwards {
   void PreBackward(UnitId unit);
   void PostBackward(UnitId unit);
   void BackwardEnd(bool is_last_backward);
+  // FSDPModule.reset_iter_state.
+  void Reset();
 
   bool operator==(const GroupForwards&) const = default;
 

@@ -45,13 +45,29 @@ class Recorder {
     grad_enabled_ = training_ = true;
     for (std::size_t c = 0; c < program.size(); ++c) {
       pointer_ = fmt::format("/program/{}/{}", step, c);
+      if (std::exchange(is_abandoned_, false) && !Resets(program[c])) {
+        return MakeInputError(pointer_,
+                              "the pass before is abandoned, and the state of FSDP that of its middle", {},
+                              std::string(kReset));
+      }
       Status status = std::visit([&](const auto& call) { return Call(call); }, program[c]);
       if (!status) return std::unexpected(status.error());
+      is_abandoned_ = IsPass(program[c]) && pass_->abandoned;
     }
     return std::move(step_);
   }
 
  private:
+  static constexpr std::string_view kReset = "reset_iter_state";
+
+  static bool Resets(const ProgramCall& call) {
+    const auto* module = std::get_if<ModuleCall>(&call);
+    return module != nullptr && module->method == kReset;
+  }
+  static bool IsPass(const ProgramCall& call) {
+    return std::holds_alternative<ForwardCall>(call) || std::holds_alternative<BackwardCall>(call);
+  }
+
   // Where the model computes: what a segment cut here is called and belongs to.
   struct Place {
     std::string name;
@@ -193,7 +209,7 @@ class Recorder {
       OnBackwardEvent(pass_->events[i], static_cast<std::int32_t>(i), call, last_grad);
     }
     push_engine_events(static_cast<std::int32_t>(pass_->events.size()));
-    if (!engine_done_) EndBackward(static_cast<std::int32_t>(pass_->events.size()));
+    if (!engine_done_ && !pass_->abandoned) EndBackward(static_cast<std::int32_t>(pass_->events.size()));
     Cut(static_cast<std::int32_t>(pass_->events.size()));
     return {};
   }
@@ -326,6 +342,11 @@ class Recorder {
         Push(HookPointKind::kModuleCall, partition_.unit_of_module[index_.canonical[found->second]]);
     event.call = &call;
     NoteCall(call);
+    if (call.method == kReset) {
+      groups_.Reset();
+      in_backward_units_.clear();
+      recomputing_.clear();
+    }
     return {};
   }
 
@@ -405,6 +426,7 @@ class Recorder {
   Place place_;
   Place backward_;                     // around a recomputation
   bool engine_done_ = false;           // the backward has passed its end
+  bool is_abandoned_ = false;          // the pass before the call
   std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
   bool outermost_is_hooked_ = false;
   std::set<UnitId> in_backward_units_;  // between their pre-backward and their post-backward

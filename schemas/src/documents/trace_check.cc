@@ -130,7 +130,7 @@ class PassesCheck {
       }
       if (!status) return status;
     }
-    if (!open_.empty()) {
+    if (!open_.empty() && !pass.abandoned) {
       return MakeInputError(list_ + "/events", "a module is entered and never left",
                             trace_.modules[static_cast<std::size_t>(open_.back().first)].fqn, "its \"exit\"");
     }
@@ -195,7 +195,7 @@ class PassesCheck {
       Status status = std::visit([&](const auto& event) { return OnBackward(event); }, pass_->events[i]);
       if (!status) return status;
     }
-    if (open_.empty()) return CheckTensors(*pass_);
+    if (open_.empty() || pass_->abandoned) return CheckTensors(*pass_);
     return MakeInputError(list_ + "/events", "a recomputation begins and never ends",
                           trace_.modules[static_cast<std::size_t>(open_.back().first)].fqn,
                           "its \"recompute_exit\"");

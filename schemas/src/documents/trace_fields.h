@@ -309,6 +309,8 @@ template <>
 inline constexpr auto kFields<Pass> =
     FieldList(Required("name", &Pass::name, "\"f0\", \"b0\"."),
               Optional("grad_enabled", &Pass::grad_enabled, "false: a forward under no_grad."),
+              Optional("abandoned", &Pass::abandoned,
+                       "It raised: modules are entered and not left, or the backward does not end."),
               Optional("tensors", &Pass::tensors, "Tensors that cross module borders (forwards only).")
                   .Lines()
                   .Defines(RefKind::kTensor),

@@ -78,7 +78,7 @@ std::vector<CallForm> Fsdp2Calls() {
                    .in_program = false,
                    .flags = {},
                    .since = PyTorchVersion::k2_15});
-  for (const char* use : {"finalize_backward", "wait_for_gradient_reduction"}) {
+  for (const char* use : {"finalize_backward", "wait_for_gradient_reduction", "reset_iter_state"}) {
     calls.push_back({.method = use, .in_setup = false, .flags = {}, .since = PyTorchVersion::k2_15});
   }
   for (const char* use : {"unshard", "wait_for_unshard", "reshard", "state_dict", "load_state_dict"}) {

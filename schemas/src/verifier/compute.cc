@@ -121,6 +121,8 @@ void Compute::Pass(const Trigger& trigger) {
                        std::ranges::find(entered_, trigger.unit) != entered_.end();
     if (!again) entered_.push_back(trigger.unit);
   }
+  // Calls of the user stand between passes: what is entered there was left by an exception.
+  if (trigger.kind == TriggerKind::kUserCall) entered_.clear();
   // Of a group that the loss runs a part of, nothing else says that it is left.
   if (one_by_one && trigger.kind == TriggerKind::kBackwardEnd) entered_.clear();
   if (trigger.kind != TriggerKind::kPostForward) return;

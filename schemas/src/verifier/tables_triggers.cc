@@ -51,7 +51,7 @@ class CallWalk {
   // "": the trigger is of the call under way, or of one behind it.
   std::string Pass(const Trigger& trigger) {
     while (call_ < calls_.size() && !IsOf(trigger, calls_[call_])) {
-      if (HasItsOwn(calls_[call_])) {
+      if (HasItsOwn(call_)) {
         return fmt::format("it is passed where {} is under way", CallInWords(calls_[call_]));
       }
       ++call_;
@@ -70,15 +70,19 @@ class CallWalk {
   // "": every call has ended.
   std::string End() const {
     for (std::size_t call = call_; call < calls_.size(); ++call) {
-      if (HasItsOwn(calls_[call])) return fmt::format("no trigger ends {}", CallInWords(calls_[call]));
+      if (HasItsOwn(call)) return fmt::format("no trigger ends {}", CallInWords(calls_[call]));
     }
     return {};
   }
 
  private:
   // A trigger ends the call. A forward of a model without units passes none; of optimizers that step in the
-  // backward the calls may pass none, too.
-  bool HasItsOwn(const ProgramCall& call) const {
+  // backward the calls may pass none, too. A backward that raised has no end: its state is reset.
+  bool HasItsOwn(std::size_t number) const {
+    const ProgramCall& call = calls_[number];
+    const auto* next = number + 1 < calls_.size() ? std::get_if<ModuleCall>(&calls_[number + 1]) : nullptr;
+    const bool raises = next != nullptr && next->method == "reset_iter_state";
+    if (raises && std::holds_alternative<BackwardCall>(call)) return false;
     const bool steps =
         std::holds_alternative<OptimizerStepCall>(call) || std::holds_alternative<ZeroGradCall>(call);
     return !std::holds_alternative<ForwardCall>(call) && !(steps && plan_.strategy.optimizer.in_backward);

@@ -196,7 +196,23 @@ class Fsdp2EventWriter {
       phase_ = "backward";
       Add("wait_gradient_reduction", DisplayName(call.module));
     }
-    for (; next < trigger.instructions.size(); ++next) OnInstruction(trigger.instructions[next], waits);
+    const bool resets = call.method == "reset_iter_state";
+    if (resets) Reset(call.module);
+    for (; next < trigger.instructions.size(); ++next) {
+      OnInstruction(trigger.instructions[next], waits || resets);
+    }
+  }
+
+  // What the pass that raised was in the middle of is over.
+  void Reset(const std::string& module) {
+    Add("reset_iter_state", DisplayName(module));
+    in_pass_backward_ = false;
+    forward_root_ = -1;
+    entered_.clear();
+    pending_.clear();
+    callbacks_.clear();
+    last_hook_.assign(last_hook_.size(), TriggerKind::kStepBegin);
+    in_backward_.assign(in_backward_.size(), false);
   }
 
   static bool Finalizes(const Instruction& i) { return i.reason.str() == "finalize"; }

@@ -236,6 +236,9 @@ class Fsdp2Converter {
         pass.events.push_back(ExitEvent{e["exit"].In(module_id_, kModule), tensors(e["out"])});
       }
     }
+    const auto count = [&](const auto& is_kind) { return std::ranges::count_if(pass.events, is_kind); };
+    pass.abandoned = count([](const TraceEvent& e) { return std::holds_alternative<EnterEvent>(e); }) >
+                     count([](const TraceEvent& e) { return std::holds_alternative<ExitEvent>(e); });
     forward_id_[name] = static_cast<std::int32_t>(recording_.trace.forwards.size());
     recording_.trace.forwards.push_back(std::move(pass));
   }
@@ -282,9 +285,9 @@ class Fsdp2Converter {
   // The recorded backward names units only; which parameters get gradients follows from what ran: those of a
   // unit just before its last inputs_grad_done, the others at the end.
   std::int32_t ConvertBackward(const std::string& name, const std::vector<std::int32_t>& microbatches,
-                               const std::vector<std::int32_t>& forwards) {
+                               const std::vector<std::int32_t>& forwards, bool abandoned) {
     const Json traced = json_["backward_traces"][name];
-    Pass pass{.name = name, .forwards = forwards};
+    Pass pass{.name = name, .abandoned = abandoned, .forwards = forwards};
     std::map<std::string, std::vector<ParameterId>> grads = Trainable(forwards);
     std::map<std::string, std::size_t> last_done;
     std::set<std::string> used;
@@ -338,6 +341,7 @@ class Fsdp2Converter {
     EndRecompute(pass.events);
     std::vector<std::string> rest;
     for (const auto& [unit, parameters] : grads) rest.push_back(unit);
+    if (abandoned) rest.clear();
     for (const std::string& unit : rest) {
       // A unit that ran but whose output the loss does not use gets none.
       if (unit.empty() || used.contains(unit) || Group(unit)) give(unit);
@@ -464,7 +468,9 @@ class Fsdp2Converter {
           forwards.push_back(found->second);
           key += "," + std::to_string(forwards.back());
         }
-        if (!converted.contains(key)) converted[key] = ConvertBackward(name, microbatches, forwards);
+        if (!converted.contains(key)) {
+          converted[key] = ConvertBackward(name, microbatches, forwards, call.Has("raise_in"));
+        }
         program.push_back(BackwardCall{microbatches, converted[key]});
       };
       for (const Json& call : step.Elements()) {

@@ -350,6 +350,25 @@ void FsdpParamGroup::FinalizeBackward() {
   state_.post_forward_indices.clear();
 }
 
+void FsdpParamGroup::ResetIterState() {
+  ProgramBuilder& program = scope_.program();
+  DropUnusedAllGather();
+  state_.all_gather_result.reset();
+  WaitForPostBackward();
+  if (state_.reshard_after_forward_event >= 0) {
+    comm_ctx().WaitAllGatherStreamsOnEvent(std::exchange(state_.reshard_after_forward_event, -1));
+  }
+  sharded_grads_.Discard();
+  unsharded_grads_.Discard();
+  if (state_.partial_reduce_output >= 0) {
+    program.Free(std::exchange(state_.partial_reduce_output, -1), comm_ctx().reduce_scatter_stream());
+  }
+  state_.post_backward_pending = false;
+  state_.post_forward_indices.clear();
+  SetIdle();
+  ToSharded();
+}
+
 // Gathered for a backward that did not come.
 void FsdpParamGroup::DropUnusedAllGather() {
   if (!state_.all_gather_result) return;

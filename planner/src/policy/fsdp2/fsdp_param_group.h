@@ -97,6 +97,8 @@ class FsdpParamGroup {
   Status PreBackward(bool prefetch);
   Status PostBackward(std::string_view reason);
   void FinalizeBackward();
+  // FSDPParamGroup._reset_iter_state.
+  void ResetIterState();
   // finalize_backward of the user's, of this group.
   Status FinalizeByUser();
   // What an earlier PostBackward has reduced over the shards only: over the replicas, and handed over.

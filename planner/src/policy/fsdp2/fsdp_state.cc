@@ -277,6 +277,34 @@ Status FsdpState::WaitForGradientReduction() {
   return {};
 }
 
+Status FsdpState::ResetIterState() {
+  if (!lazily_initialised()) return {};
+  if (!is_root()) {
+    return MakeInputError(
+        "/program",
+        "PyTorch fails here (RuntimeError): reset_iter_state is called on another module than the root",
+        scope_.Name());
+  }
+  ProgramBuilder& program = scope_.program();
+  program.SetUnit(-1);
+  program.SetReason("reset");
+  comm_ctx().ReleaseAllGatherOnComputeStream();
+  comm_ctx().FinishReduceScatters();
+  comm_ctx().WaitForLastReductions();
+  comm_ctx().post_forward_order().clear();
+  for (FsdpState* state : state_ctx().all_states) {
+    state->state_.modules_to_run_forward = false;
+    state->state_.training_state = TrainingState::kIdle;
+    program.SetUnit(state->scope_.id());
+    if (state->group_) state->group_->ResetIterState();
+  }
+  FsdpStateContext& context = state_ctx();
+  context.iter_forward_root = nullptr;
+  context.post_backward_final_callback_queued = false;
+  context.gradient_reduction_pending = false;
+  return {};
+}
+
 // A unit whose inputs need no gradient has had no post-backward.
 Status FsdpState::EndBackward(bool is_last_backward, bool manual) {
   scope_.program().SetUnit(scope_.id());

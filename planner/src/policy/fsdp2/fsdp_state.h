@@ -73,6 +73,8 @@ class FsdpState {
   Status SetManualBackwardFinalization(bool enabled);
   Status FinalizeBackwardByUser(bool async_op);
   Status WaitForGradientReduction();
+  // FSDPModule.reset_iter_state: what a pass that raised has left is waited for and dropped.
+  Status ResetIterState();
 
   // The state becomes the root of all states under its module.
   Status LazyInit(const ModuleStates& model);

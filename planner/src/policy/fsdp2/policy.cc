@@ -88,6 +88,8 @@ Status Fsdp2Policy::On(const HookPoint& event) {
       ZeroGrad(event, groups_, program_);
       break;
     case HookPointKind::kModuleCall:
+      // The engine has dropped what was queued in the backward that raised.
+      if (event.call->method == "reset_iter_state") final_callbacks_.clear();
       return module_calls_.Call(event);
     default:  // points that only other policies act on
       break;

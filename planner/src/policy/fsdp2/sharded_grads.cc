@@ -148,6 +148,12 @@ void ShardedGrads::StepInBackward(OptimizerMemory& optimizer, StreamId stream,
   Clear();
 }
 
+void ShardedGrads::Discard() {
+  if (state_.grads.empty()) return;
+  scope_.program().Emit(InstructionKind::kZeroGrad, kHost);
+  Clear();
+}
+
 void ShardedGrads::WaitForOffload() {
   if (state_.grad_offload_event >= 0) scope_.program().HostWait(state_.grad_offload_event);
   state_.grad_offload_event = -1;

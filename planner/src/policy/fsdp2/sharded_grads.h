@@ -38,6 +38,8 @@ class ShardedGrads {
                       const std::vector<std::int32_t>& parameters);
   void WaitForOffload();
   void Clear() { state_.grads.clear(); }
+  // sharded_param.grad = None, of each parameter.
+  void Discard();
 
   const State& state() const { return state_; }
 

@@ -105,6 +105,12 @@ std::vector<BufferId> UnshardedGrads::TakeBuffers(std::set<std::int32_t> grads, 
   return taken;
 }
 
+void UnshardedGrads::Discard() {
+  const State dropped = std::exchange(state_, {});
+  for (const std::int32_t p : dropped.accumulated) scope_.program().Free(GradBuffer({p}, true), kCompute);
+  for (const std::int32_t p : dropped.grads) scope_.program().Free(GradBuffer({p}, false), kCompute);
+}
+
 // FSDPParam.unsharded_zero_grad_data. What is cut along another dimension than the first has a buffer of its
 // own, as in TakeBuffers.
 std::vector<BufferId> UnshardedGrads::MakeZeros(const std::set<std::int32_t>& parameters,

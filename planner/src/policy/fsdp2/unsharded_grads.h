@@ -42,6 +42,8 @@ class UnshardedGrads {
   // Parameters of `zeros` that have none take part with zeros: in the dtype that the unit computes in, or in
   // that of accumulated gradients.
   Taken Take(const std::set<std::int32_t>& zeros, bool zeros_are_accumulated);
+  // Nobody reduces them.
+  void Discard();
   // The gradients that are there, with memory, when a procedure begins.
   void Restore(State state) { state_ = std::move(state); }
 

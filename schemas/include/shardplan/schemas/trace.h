@@ -207,6 +207,7 @@ using TraceEvent = std::variant<EnterEvent, ExitEvent, OperatorEvent, AllocateEv
 struct Pass {
   std::string name;             // "f0", "b0"
   bool grad_enabled = true;     // false: a no_grad forward
+  bool abandoned = false;       // it raised: modules are not left, or the backward does not end
   std::vector<Tensor> tensors;  // forward only
   std::vector<std::int32_t>
       forwards;  // backward only: indices into Trace::forwards of the forwards it covers
