@@ -28,6 +28,8 @@ class Gradients {
   void Change(const Instruction& instruction, Position at);
   // `buffer` is about to be freed: a final gradient (grad_sharded, grad_host) may go, after a last look.
   void Release(BufferId buffer, Position at);
+  // Nobody wants what `buffer` holds.
+  void Discard(BufferId buffer) { At(buffer) = {}; }
   // The memory in `slot` that was `buffer` is gone.
   void Drop(std::int32_t slot, BufferId buffer, Position at);
   // The optimizer reads the gradients in `buffer`.

@@ -4,11 +4,26 @@
 #include <algorithm>
 
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/program.h"
 #include "verifier/layout.h"
 #include "verifier/references.h"
 #include "verifier/rules.h"
 
 namespace shardplan::verifier {
+namespace {
+
+// By call on a module: does it drop what a pass that raised has left?
+std::vector<bool> ResetsOf(const StepProgram& program) {
+  std::vector<bool> resets;
+  for (const ProgramCall& call : program) {
+    if (const auto* of_module = std::get_if<ModuleCall>(&call)) {
+      resets.push_back(of_module->method == "reset_iter_state");
+    }
+  }
+  return resets;
+}
+
+}  // namespace
 
 Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
     : plan_(plan),
@@ -65,8 +80,13 @@ void Interpreter::RunStep(std::int32_t step) {
   memory_.BeginStep();
   compute_.BeginStep();
   const std::vector<Trigger>& triggers = plan_.steps[step].triggers;
+  const std::vector<bool> resets = ResetsOf(ProgramOfStep(plan_.strategy, step));
+  std::size_t call = 0;  // of the user's on modules, each of which passes a trigger
   for (std::size_t t = 0; t < triggers.size(); ++t) {
     const std::vector<Instruction>& instructions = triggers[t].instructions;
+    const bool is_call = triggers[t].kind == TriggerKind::kUserCall;
+    resets_ = is_call && call < resets.size() && resets[call];
+    if (is_call) ++call;
     compute_.Pass(triggers[t]);
     for (std::size_t k = 0; k < instructions.size(); ++k) {
       const Position at = {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)};
@@ -237,9 +257,15 @@ void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,
   if (memory_.IsAlive(buffer)) {
     slot = memory_.Slot(buffer);
     // Another name goes on with what is in it.
-    if (memory_.Of(buffer).names == 1) gradients_.Release(buffer, at);
+    if (memory_.Of(buffer).names == 1) Release(buffer, at);
   }
   if (memory_.Free(buffer, safe_after, at)) gradients_.Drop(slot, buffer, at);
+}
+
+// What a pass that raised has made of gradients is nobody's.
+void Interpreter::Release(BufferId grad, Position at) {
+  if (resets_) gradients_.Discard(grad);
+  gradients_.Release(grad, at);
 }
 
 bool Interpreter::IsView(const Instruction& i) const {
@@ -358,7 +384,7 @@ void Interpreter::RunZeroGrad(const Instruction& i, Position at) {
     if (i.unit >= 0 && i.unit != static_cast<UnitId>(u)) continue;
     for (const BufferId grad : unit_grads_[u]) {
       if (!memory_.IsAlive(grad)) continue;
-      gradients_.Release(grad, at);
+      Release(grad, at);
       if (!plan_.buffers[grad].persistent) Free(grad, {}, {}, at);
     }
   }

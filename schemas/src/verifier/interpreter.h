@@ -55,6 +55,7 @@ class Interpreter {
   void Bind(const Instruction& i, Position at);
   void Free(BufferId buffer, const std::vector<std::int32_t>& parts, const std::vector<StreamId>& safe_after,
             Position at);
+  void Release(BufferId grad, Position at);
   void ReadParameters(UnitId unit, const Work& work, bool evaluates);
   Work Issue(const Instruction& i, Position at) {
     return clocks_.Issue(i.stream < 0 ? clocks_.host() : i.stream, at);
@@ -78,6 +79,7 @@ class Interpreter {
   // By unit: its param_sharded, optimizer_state and final gradient buffers, and those for other parameters.
   std::vector<std::vector<BufferId>> unit_shards_, unit_states_, unit_grads_, unit_copies_;
   bool leaves_over_ = false;
+  bool resets_ = false;                // the trigger is FSDP2's reset_iter_state
   std::vector<BufferId> temporaries_;  // the optimizer's
   std::vector<char> needs_binding_;    // by unit: its segments read an unsharded buffer, not the shard itself
 };

@@ -2,6 +2,8 @@
 """Cases of FSDP2 2.15 about what gradients are in and when they are reduced: norms and other parameters in low precision, Tensor.grad_dtype,
 backwards that the user finalizes, units that a checkpointed function calls several times, meshes that replicate alone."""
 
+import itertools
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -168,6 +170,35 @@ def _replicated() -> list[Case]:
     ]
 
 
+RESET = {"call": "module", "method": "reset_iter_state", "module": ""}
+
+
+def _raised() -> list[Case]:
+    """A pass raises in its middle, the state is reset, and the step begins again."""
+    settings = {
+        "": {},
+        "_kept": {"reshard_after_forward": False},
+        "_low": {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
+        "_lists": {"fsdp2": {"forward_prefetch": 1, "backward_prefetch": 2}},
+        "_replicas": {"mesh": [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]},
+    }
+    plain, accumulates = [*_micro(0), *END], ACCUMULATES["program"][0]
+    places = itertools.cycle(("blocks.1", "blocks.1.up", "head"))
+    found = []
+    for (name, fields), backward, waits in itertools.product(settings.items(), (False, True), (False, True)):
+        if waits and name not in ("", "_low", "_replicas"):
+            continue
+        where, again = next(places), accumulates if waits else plain
+        raises = {"raises_in_backward" if backward else "raises_in": where}
+        fails = [{"call": "forward", "microbatch": 0, "trace": 1}, *([{"call": "backward", "microbatches": [0]}] if backward else []), RESET]
+        before = [_sync(False), *_micro(0)] if waits else []
+        strategy = {"policy": "fsdp2", "units": UNITS, "optimizer": {"kind": "sgd"}, "program": [again, [*before, *fails, *again], again], **fields}
+        called = f"raised_in_{'backward_of_' if backward else ''}{where}{name}{'_accumulates' if waits else ''}"
+        forwards = [Forward((TOKENS,)), Forward((TOKENS,), **raises)]
+        found.append(Case(Tokens, forwards, strategy, 4 if name == "_replicas" else 2, loss=_total, name=called))
+    return found
+
+
 def cases() -> list[Case]:
     """Of PyTorch 2.15."""
-    return [*_norms(), *_grad_dtypes(), *_finalized_by_hand(), *_in_chunks(), *_heads_apart(), *_replicated()]
+    return [*_raised(), *_norms(), *_grad_dtypes(), *_finalized_by_hand(), *_in_chunks(), *_heads_apart(), *_replicated()]

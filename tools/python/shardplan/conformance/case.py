@@ -27,12 +27,15 @@ class CaseError(Exception):
 @dataclass
 class Forward:
     """The inputs of one forward: positional, or by name. `grad` false: it runs under `torch.no_grad()`. `module`: the FQN of the module that is
-    called in place of the model (a head, on a part of what the model returned)."""
+    called in place of the model (a head, on a part of what the model returned). `raises_in`: the FQN of a module whose forward raises where it is entered;
+    `raises_in_backward`: of one where the backward raises when the gradient of its input is ready. `reset_iter_state` follows in the program."""
 
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
     grad: bool = True
     module: str = ""
+    raises_in: str = ""
+    raises_in_backward: str = ""
 
 
 @dataclass
@@ -91,6 +94,7 @@ class _Linker:
     def __init__(self, case: Case):
         self.count = len(case.forwards)
         self.grad = [forward.grad for forward in case.forwards]
+        self.raises = [forward.raises_in for forward in case.forwards]
         self.program = copy.deepcopy(case.program())
         self.groups: list[tuple[tuple[int, ...], bool]] = []
         self.forward_of: dict[tuple[int, int], int] = {}
@@ -104,7 +108,8 @@ class _Linker:
             for c, call in enumerate(step):
                 if call["call"] == "forward":
                     self._forward(s, c, call)
-                    open_forwards[call.get("microbatch", 0)] = (s, c)
+                    if not self.raises[self.forward_of[(s, c)]]:
+                        open_forwards[call.get("microbatch", 0)] = (s, c)
                 elif call["call"] == "backward":
                     backwards.append((call, self._backward(s, c, call, open_forwards)))
         for where in self._order:

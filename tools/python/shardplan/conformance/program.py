@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from shardplan.conformance.case import Case
+from shardplan.tracer.raising import Raised, raising
 from shardplan.tracer.record import default_loss
 
 
@@ -55,7 +56,8 @@ class Program:
             total = losses[0]
             for loss in losses[1:]:
                 total = total + loss
-            total.backward()
+            with contextlib.suppress(Raised):
+                total.backward()
         elif kind == "module":
             self._log.phase = "backward" if call["method"] in _OF_A_BACKWARD else "forward"
             self._module_call(call)
@@ -74,7 +76,8 @@ class Program:
         training = call.get("training", forward.grad)
         if self._model.training != training:
             self._model.train(training)
-        with contextlib.nullcontext() if forward.grad else torch.no_grad():
+        grad = contextlib.nullcontext() if forward.grad else torch.no_grad()
+        with grad, contextlib.suppress(Raised), raising(self._model, forward.raises_in, forward.raises_in_backward):
             output = self._model.get_submodule(forward.module)(*forward.args, **forward.kwargs)
             if forward.grad:
                 microbatch = call.get("microbatch", 0)

@@ -49,7 +49,7 @@ def _trace_case(case: Case) -> dict:
     own = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
     wanted = compute_dtype(case.strategy)
     options = session.Options(dtype=wanted, param_dtype=str(own).removeprefix("torch.") if wanted else None, name=case.name)
-    calls = [record.Call(forward.args, forward.kwargs, forward.grad, forward.module) for forward in case.forwards]
+    calls = [record.Call(**vars(forward)) for forward in case.forwards]
     groups = [record.Group([calls[i] for i in forwards], backward) for forwards, backward in traced_program(case).groups]
     if case.parallelize is None:
         return session.trace_groups(model, groups, case.loss, options)

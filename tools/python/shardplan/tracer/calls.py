@@ -18,6 +18,7 @@ from torch import nn
 from shardplan.tracer import placement
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.module_hooks import IDENTITY_NODE, ModuleHooks
+from shardplan.tracer.raising import Raised
 from shardplan.tracer.recorder import Recorder
 
 # Of torch.autograd. The last is what the others call: where a name for one of them was taken before, only that is seen, and the gradient of the loss is
@@ -47,18 +48,23 @@ class Calls:
     def begin_forward(self) -> None:
         self._hooks.begin_forward(len(self.forwards))
 
-    def end_forward(self, events: list[list] | None = None) -> None:
-        """events: None: those recorded."""
+    def end_forward(self, events: list[list] | None = None, abandoned: bool = False) -> None:
+        """events: None: those recorded. abandoned: it raised."""
         events = self._recorder.take_events() if events is None else events
         if self._loss_apart and not events:
             return  # nothing is between two backwards, or behind the last
         self.order.append(["forward", len(self.forwards)])
-        grad: dict = {} if torch.is_grad_enabled() else {"grad_enabled": False}
-        self.forwards.append({"name": f"f{len(self.forwards)}", **grad, "tensors": self._hooks.tensors, "events": events})
+        flags: dict = {} if torch.is_grad_enabled() else {"grad_enabled": False}
+        if abandoned:
+            flags["abandoned"] = True
+        self.forwards.append({"name": f"f{len(self.forwards)}", **flags, "tensors": self._hooks.tensors, "events": events})
 
     def backward(self, outputs: list, run: Callable[[], object], forwards: list[int] | None = None) -> object:
         """Runs the backward of `outputs` as a pass. forwards: that it covers; None: those that it goes through."""
-        result, events = self._run(outputs, run)
+        try:
+            result, events = self._run(outputs, run)
+        except Raised:
+            return self._add_backward(self._recorder.take_events(), forwards, abandoned=True)
         self._add_backward(events, forwards)
         return result
 
@@ -77,7 +83,7 @@ class Calls:
         finally:
             recorder.phase = phase
 
-    def _add_backward(self, events: list[list], forwards: list[int] | None) -> None:
+    def _add_backward(self, events: list[list], forwards: list[int] | None, abandoned: bool = False) -> None:
         phase, self._recorder.phase = self._recorder.phase, "off"
         for parameter in self._module.parameters():
             parameter.grad = None
@@ -87,7 +93,8 @@ class Calls:
             if event[0] in _FORWARD_AT:
                 event[_FORWARD_AT[event[0]]] = covered.index(event[_FORWARD_AT[event[0]]])
         self.order.append(["backward", len(self.backwards)])
-        self.backwards.append({"name": f"b{len(self.backwards)}", "forwards": covered, "events": events})
+        flags = {"abandoned": True} if abandoned else {}
+        self.backwards.append({"name": f"b{len(self.backwards)}", **flags, "forwards": covered, "events": events})
 
     @contextlib.contextmanager
     def own_backwards(self) -> Iterator[None]:

@@ -30,8 +30,8 @@ def _rows(indent: int, rows: list) -> Iterator[str]:
 
 def _pass_lines(entry: dict, last: bool) -> Iterator[str]:
     yield "    {\n"
-    fields = [f for f in ("name", "grad_enabled", "tensors", "forwards", "events") if f in entry]
-    fields = [f for f in fields if f in ("name", "events") or entry[f] not in ([], True)]
+    fields = [f for f in ("name", "grad_enabled", "abandoned", "tensors", "forwards", "events") if f in entry]
+    fields = [f for f in fields if f in ("name", "events", "abandoned") or entry[f] not in ([], True)]
     for index, name in enumerate(fields):
         end = "," if index + 1 < len(fields) else ""
         if name in ("tensors", "events") and entry[name]:

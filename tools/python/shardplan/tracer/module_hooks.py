@@ -134,6 +134,9 @@ class ModuleHooks:
             self._leave_recomputation(stopped=output is None and sys.exc_info()[0] is not None)
             return
         occurrence = self._calls[module_id].pop()
+        if output is None and sys.exc_info()[0] is not None:  # it is not left
+            recorder.module_stack.pop()
+            return
         found = tensors_in(output)
         recorder.emit(["exit", module_id, [self.tensor_id(t) for t in found]])
         recorder.module_stack.pop()

@@ -20,6 +20,7 @@ from shardplan.tracer.module_hooks import ModuleHooks
 from shardplan.tracer.module_tree import ModuleTree
 from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.progress import Progress
+from shardplan.tracer.raising import Raised, raising
 from shardplan.tracer.recorder import Answers, Recorder, StorageRecord
 
 Loss = Callable[[object], torch.Tensor]
@@ -27,12 +28,15 @@ Loss = Callable[[object], torch.Tensor]
 
 @dataclass
 class Call:
-    """One forward: its inputs, whether autograd records it, and the FQN of the module that is called in place of the root."""
+    """One forward: its inputs, whether autograd records it, and the FQN of the module that is called in place of the root. raises_in,
+    raises_in_backward: FQNs of modules in which it, or its backward, raises (raising.py)."""
 
     args: tuple
     kwargs: dict
     grad: bool = True
     module: str = ""
+    raises_in: str = ""
+    raises_in_backward: str = ""
 
 
 @dataclass
@@ -247,8 +251,11 @@ def _forward(
     calls.begin_forward()
     recorder.phase = "forward"
     recorder.mark_nodes()
-    with calls.own_backwards():
-        output = step.module.get_submodule(call.module)(*call.args, **call.kwargs)
+    with calls.own_backwards(), raising(step.module, call.raises_in, call.raises_in_backward):
+        try:
+            output = step.module.get_submodule(call.module)(*call.args, **call.kwargs)
+        except Raised:
+            return calls.end_forward(abandoned=True)
         recorder.mark_nodes()
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import unittest.mock
 import warnings
@@ -187,7 +188,7 @@ def _trace_groups(
         args, kwargs = (sources.move_inputs(v, dtype) for v in (call.args, call.kwargs))
         prefix = f"call{len(moved)}." if moved else ""
         inputs += [(prefix + name, tensor) for name, tensor in _named_inputs(args, kwargs)]
-        moved[id(call)] = record.Call(args, kwargs, call.grad, call.module)
+        moved[id(call)] = dataclasses.replace(call, args=args, kwargs=kwargs)
     loss = (
         None
         if options.loss == "none" or not options.grad
