@@ -57,7 +57,7 @@ PythonRuntime::~PythonRuntime() {
   DropObjects();
   static_cast<CustomCollectives&>(collectives()).Clear();
   on_requires_grad_change_ = {};
-  at_next_step_ = {};
+  at_next_step_ = at_next_forward_ = {};
   on_left_ = {};
   explain_ = {};
   activations_ = {};
@@ -100,18 +100,25 @@ PyRef PythonRuntime::HookAfterLastStep(PyObject* module) {
   return hook;
 }
 
+PyRef PythonRuntime::HookBy(PyRef& on_begin, UnitId unit, PyObject* const* entered) {
+  const PyRef called = std::exchange(on_begin, PyRef());
+  if (!called) return {};
+  const auto self = shared_from_this();  // the model may let go of it
+  PyRef hook = PyRef::Steal(PyObject_CallFunction(called.get(), "iOOO", static_cast<int>(unit), entered[0],
+                                                  entered[1], entered[2]));
+  if (!hook) throw python_error();
+  return hook.get() == Py_None ? PyRef() : std::move(hook);
+}
+
 PyRef PythonRuntime::HookOfNextPlan(UnitId unit, PyObject* const* entered) {
   if (fallback().active()) [[unlikely]] {
     if (PyRef hook = HookAfterLastStep(entered[0])) return hook;
   }
-  if ((!on_requires_grad_change_ && !at_next_step_) || !BeginsStep()) return {};
-  if (const PyRef on_begin = std::exchange(at_next_step_, PyRef())) {
-    const auto self = shared_from_this();  // the model may let go of it
-    PyRef hook = PyRef::Steal(PyObject_CallFunction(on_begin.get(), "iOOO", static_cast<int>(unit),
-                                                    entered[0], entered[1], entered[2]));
-    if (!hook) throw python_error();
-    if (hook.get() != Py_None) return hook;
+  if (at_next_forward_ && BeginsForward()) [[unlikely]] {
+    if (PyRef hook = HookBy(at_next_forward_, unit, entered)) return hook;
   }
+  if ((!on_requires_grad_change_ && !at_next_step_) || !BeginsStep()) return {};
+  if (PyRef hook = HookBy(at_next_step_, unit, entered)) return hook;
   if (!on_requires_grad_change_) return {};
   changes_.Adopt();
   const std::string change = RequiresGradChange();

@@ -43,8 +43,8 @@ class PythonRuntime final : public executor::Runtime {
   ParameterChanges& parameter_changes() { return changes_; }
 
   // Where a step begins and another plan is to be followed, because the user froze or unfroze parameters
-  // (OnRequiresGradChange) or because of AtNextStep: the pre-forward hook of the entered module in it. Else
-  // null. entered: module, args, kwargs.
+  // (OnRequiresGradChange) or because of AtNextStep or AtNextForward: the pre-forward hook of the entered
+  // module in it. Else null. entered: module, args, kwargs.
   PyRef HookOfNextPlan(UnitId unit, PyObject* const* entered);
   // on_left(module): the pre-forward hook of a module in the plan that is followed instead of this one.
   void OnLeft(PyRef on_left) { on_left_ = std::move(on_left); }
@@ -54,10 +54,12 @@ class PythonRuntime final : public executor::Runtime {
   // Once, where the next step begins: on_begin(unit, module, args, kwargs) may make the model follow another
   // plan; it returns the module's pre-forward hook in that, or None.
   void AtNextStep(PyRef on_begin) { at_next_step_ = std::move(on_begin); }
+  // ... where the next step or evaluation begins, before AtNextStep.
+  void AtNextForward(PyRef on_begin) { at_next_forward_ = std::move(on_begin); }
   // left: the model follows another runtime from now on.
   void Leave(bool left) {
     left_ = left;
-    if (left) at_next_step_ = {};
+    if (left) at_next_step_ = at_next_forward_ = {};
   }
   bool is_left() const { return left_; }
   // explain(unit): why the model may not pass a point of the unit, for people; "": unknown.
@@ -82,12 +84,15 @@ class PythonRuntime final : public executor::Runtime {
   Status CallActivations(std::string_view what, const auto& call);
   BufferId HostCopyOf(BufferId activation) const;
   PyRef HookAfterLastStep(PyObject* module);
+  // Calls on_begin, if there is one, and forgets it: the hook that it returns, or null.
+  PyRef HookBy(PyRef& on_begin, UnitId unit, PyObject* const* entered);
 
   Extensions extensions_;
   ParameterChanges changes_;
   std::vector<std::vector<PythonParameter*>> parameters_;  // by unit
   PyRef on_requires_grad_change_;                          // null: such a change is an error
   PyRef at_next_step_;
+  PyRef at_next_forward_;
   PyRef on_left_;
   bool left_ = false;
   PyRef explain_;

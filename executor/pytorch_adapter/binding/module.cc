@@ -255,6 +255,12 @@ void BindRuntime(py::module_& module) {
             runtime.AtNextStep(PyRef::Borrow(on_begin.ptr()));
           },
           py::arg("on_begin"))
+      .def(
+          "at_next_forward",
+          [](PythonRuntime& runtime, const py::object& on_begin) {
+            runtime.AtNextForward(PyRef::Borrow(on_begin.ptr()));
+          },
+          py::arg("on_begin"))
       .def("leave", &PythonRuntime::Leave, py::arg("left"))
       .def("explain_deviations",
            [](PythonRuntime& runtime, const py::object& explain) {

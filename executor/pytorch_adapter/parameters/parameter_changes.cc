@@ -10,13 +10,23 @@
 
 namespace shardplan::python {
 
-// A parameter of the plan that is `found`, but for one: its name, "" if there is none.
-std::string ParameterChanges::OwnerOf(PyObject* found, std::size_t but_unit,
-                                      std::size_t but_parameter) const {
+void ParameterChanges::Add(UnitId unit, PythonParameter& parameter) {
+  for (const auto& of_unit : parameters_) {
+    for (PythonParameter* other : of_unit) {
+      if (parameter.HasShardOf(*other)) parameter.Tie(*other);
+    }
+  }
+  parameters_[unit].push_back(&parameter);
+}
+
+// A parameter of the plan that is `found`, but for one and those tied to it since before the first step: its
+// name, "" if there is none.
+std::string ParameterChanges::OwnerOf(PyObject* found, const PythonParameter& but) const {
   for (std::size_t unit = 0; unit < parameters_.size(); ++unit) {
     for (std::size_t i = 0; i < parameters_[unit].size(); ++i) {
-      const bool itself = unit == but_unit && i == but_parameter;
-      if (!itself && parameters_[unit][i]->IsShard(found)) return plan_.units[unit].parameters[i].fqn;
+      const PythonParameter& other = *parameters_[unit][i];
+      if (&other != &but && !but.IsTiedWith(other) && other.IsShard(found))
+        return plan_.units[unit].parameters[i].fqn;
     }
   }
   return {};
@@ -26,7 +36,7 @@ std::string ParameterChanges::OwnerOf(PyObject* found, std::size_t but_unit,
 void ParameterChanges::CheckTies(PyObject* found, std::size_t unit, std::size_t parameter) const {
   const std::string name =
       executor::ParameterText(plan_, static_cast<UnitId>(unit), static_cast<std::int32_t>(parameter));
-  if (const std::string other = OwnerOf(found, unit, parameter); !other.empty()) {
+  if (const std::string other = OwnerOf(found, *parameters_[unit][parameter]); !other.empty()) {
     throw std::runtime_error(fmt::format(
         "shardplan: {} was tied to {} after shardplan.torch.apply: tie them before it, and trace and "
         "plan the model again (each unit trains a copy of its own of what is tied across units)",

@@ -21,7 +21,7 @@ class ParameterChanges {
       : plan_(plan), units_(units), parameters_(plan.units.size()) {}
 
   // Of the unit, the next in the order of Unit::parameters; it outlives this.
-  void Add(UnitId unit, PythonParameter& parameter) { parameters_[unit].push_back(&parameter); }
+  void Add(UnitId unit, PythonParameter& parameter);
 
   // adopt(unit, parameter, found): the modules hold another sharded parameter than they were given, or there
   // is another tensor in it: makes it ours, or raises.
@@ -32,7 +32,7 @@ class ParameterChanges {
   void Clear() { adopt_ = {}; }
 
  private:
-  std::string OwnerOf(PyObject* found, std::size_t but_unit, std::size_t but_parameter) const;
+  std::string OwnerOf(PyObject* found, const PythonParameter& but) const;
   void CheckTies(PyObject* found, std::size_t unit, std::size_t parameter) const;
 
   const Plan& plan_;

@@ -122,7 +122,9 @@ bool PythonParameter::Publish(const at::Tensor& local) {
     if (!present_local) return false;
     at::Tensor accumulated = THPVariable_Unpack(present_local.get());
     // The plan may have accumulated in the memory that was handed out for an earlier micro-batch.
-    if (!accumulated.is_alias_of(local) || accumulated.numel() == 0) accumulated.add_(local);
+    if (accumulated.is_alias_of(local) && accumulated.numel() > 0) return true;
+    accumulated.add_(local);
+    if (tie_ != nullptr) at::Tensor(local).zero_();  // the plan may add to it: to what is not handed over yet
     return true;
   }
   if (HoldsMemoryOf(local)) {

@@ -48,6 +48,11 @@ class PythonParameter final : public executor::ModelParameter {
   PyObject* Replacement() const;
   // Is `found` what the modules hold between steps?
   bool IsShard(PyObject* found) const { return found == shard_object_.get(); }
+  bool HasShardOf(const PythonParameter& other) const { return IsShard(other.shard_object_.get()); }
+  // Both have the same shard, now and after it is replaced. Each reduces a gradient of its own; these are
+  // added up in the shard's.
+  void Tie(PythonParameter& other) { tie_ = other.tie_ = shard_object_.get(); }
+  bool IsTiedWith(const PythonParameter& other) const { return tie_ != nullptr && tie_ == other.tie_; }
   // Do all modules hold the same?
   bool SlotsAgree() const;
   // The modules hold `shard` from now on: takes it for its own.
@@ -78,7 +83,8 @@ class PythonParameter final : public executor::ModelParameter {
   PyRef make_grad_;
   PyRef local_grad_;
   std::vector<ParameterSlot> slots_;
-  const void* shard_impl_;  // of the tensor in shard_object_ when it was taken; an identity
+  const void* tie_ = nullptr;  // the shard when it was tied; an identity
+  const void* shard_impl_;     // of the tensor in shard_object_ when it was taken; an identity
   at::Tensor unsharded_;
   PyRef grad_object_;                      // DTensor made last
   PyObject* grad_local_object_ = nullptr;  // its local tensor, owned by it

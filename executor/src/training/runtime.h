@@ -209,6 +209,8 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   // Does the next forward begin a step, or follow a step on demand whose end no optimizer showed, which is
   // over with a backward that has reduced everything?
   bool BeginsStep() const;
+  // ... or an evaluation between steps?
+  bool BeginsForward() const;
   bool FollowsLastBackward() const;
   void EndFallback();
 

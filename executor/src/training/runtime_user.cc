@@ -113,9 +113,11 @@ bool Runtime::FollowsLastBackward() const {
          backwards_ > 0 && reduced_all_;
 }
 
-bool Runtime::BeginsStep() const {
-  return forward_root_ == kNoUnit && !fallback_.active() && at::GradMode::is_enabled() && BetweenSteps();
+bool Runtime::BeginsForward() const {
+  return forward_root_ == kNoUnit && !fallback_.active() && BetweenSteps();
 }
+
+bool Runtime::BeginsStep() const { return at::GradMode::is_enabled() && BeginsForward(); }
 
 // Of a model whose optimizer is known: a forward before it steps, with gradients that are held, is another
 // micro-batch.

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The units that the installed frameworks make, by their own code on one CPU rank: each as (FQNs of its parameters, reshard_after_forward).
-A process of its own: `framework_units.py FRAMEWORK POLICY MODEL`; prints JSON. MODEL is one of MODELS, which a trace is made of, too."""
+A process of its own, for the imports and the process group: `framework_units.py FRAMEWORK:POLICY:MODEL[:first_step] ...` prints a line of JSON for each:
+{"case", "units"}, or "error" in their place. `framework_units.py --traces FOLDER MODEL ...` writes a trace of each, by the tracer's command. MODEL is one
+of MODELS."""
 
 import json
 import os
 import sys
 import types
+import warnings
 
 import torch
 import transformers
@@ -45,10 +48,14 @@ def bert():
     return transformers.BertForMaskedLM(config)
 
 
-def lora():
+def lora(**more):
     import peft
 
-    return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more))
+
+
+def lora_saved():
+    return lora(modules_to_save=["lm_head"])
 
 
 def prompts():
@@ -86,6 +93,7 @@ MODELS = {
     "mixtral": mixtral,
     "bert": bert,
     "lora": lora,
+    "lora_saved": lora_saved,
     "prompts": prompts,
     "titan": TitanDecoder,
     "titan_tied": lambda: TitanDecoder(True),
@@ -146,15 +154,25 @@ def with_accelerate(model, policy, plugin_options):
     return fsdp1_units(FSDP(model, auto_wrap_policy=plugin.auto_wrap_policy, device_id=torch.device("cpu"), use_orig_params=frozen))
 
 
-def main(framework, policy, name, first_step=""):
-    import torch.distributed as dist
+def by_hand(model, policy):
+    """The loop of README.md and of PyTorch's tutorials: each layer, then the rest."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import fully_shard
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "ACCELERATE_USE_FSDP": "true"}
-    os.environ.setdefault("MASTER_PORT", "29533")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    layers = model.model.layers
+    if policy == "fsdp2":
+        for layer in layers:
+            fully_shard(layer)
+        return fsdp2_units(fully_shard(model))
+    for number, layer in enumerate(layers):
+        layers[number] = FSDP(layer, device_id=torch.device("cpu"))
+    return fsdp1_units(FSDP(model, device_id=torch.device("cpu")))
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+def units_of(framework, policy, name, first_step=""):
     model = module_of(name)
+    if framework == "by_hand":
+        return by_hand(model, policy)
     if framework == "accelerate":
         units = with_accelerate(model, policy, {"auto_wrap_policy": "transformer_based_wrap"})
     elif framework == "peft":
@@ -169,13 +187,39 @@ def main(framework, policy, name, first_step=""):
         common = (mesh, torch.bfloat16, torch.float32, False)
         if name.startswith("titan"):
             titan.apply_fsdp_to_decoder(model, *common)
-            units = fsdp2_units(model)
         else:
             titan_backend()(View(model), *common)
-            units = fsdp2_units(model)
+        units = fsdp2_units(model)
     if first_step:  # ties are looked for before the first forward
         model._get_fsdp_state()._lazy_init()
-    print(json.dumps(units))
+    return units
+
+
+def main(*cases):
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "ACCELERATE_USE_FSDP": "true"}
+    warnings.simplefilter("ignore")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    for case in cases:
+        before = dict(os.environ)  # frameworks say things to themselves there
+        try:
+            found = {"units": units_of(*case.split(":"))}
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"}
+        os.environ.clear()
+        os.environ |= before
+        print(json.dumps({"case": case, **found}), flush=True)
+
+
+def write_traces(folder, *names):
+    from shardplan.tracer import cli
+
+    for name in names:
+        code = cli.main([f"framework_units:trace_{name}", "-o", f"{folder}/{name}.json", "-q", "--loss", "sum", "--seq", "8"])
+        if code != 0:
+            sys.exit(code)
 
 
 class View(nn.Module):
@@ -224,4 +268,4 @@ for _name in MODELS:
     globals()[f"trace_{_name}"] = _traced(_name)
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_traces(*sys.argv[2:]) if sys.argv[1] == "--traces" else main(*sys.argv[1:])

@@ -10,13 +10,14 @@ from conftest import ROOT
 from test_tracer_command import SMALL, _config, _operators, _trace
 
 sys.path.insert(0, str(ROOT / "tools" / "python"))
+HERE = ROOT / "tests" / "python" / "tracer"
 
 from shardplan.tracer import cli  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def in_this_folder(monkeypatch):
-    monkeypatch.chdir(ROOT / "tests" / "python" / "tracer")
+    monkeypatch.chdir(HERE)
 
 
 def trace(tmp_path, name, *arguments):
@@ -38,14 +39,14 @@ def but_for_source(document, *more):
 # ---- builders ----
 
 SAME = (
-    "to_cuda to_device_0 to_another_device cuda cuda_inputs to_cpu on_the_cpu on_meta to_empty where_there_is_one compiled filled reads_and_moves"
+    "to_cuda to_device_0 to_another_device cuda cuda_inputs to_cpu on_the_cpu on_meta to_empty where_there_is_one compiled filled reads_and_moves deepcopied"
 ).split()
 
 
 @pytest.fixture(scope="module")
 def as_it_is(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT / "tests" / "python" / "tracer")
+        patch.chdir(HERE)
         return trace(tmp_path_factory.mktemp("plain"), "as_it_is")
 
 
@@ -74,6 +75,25 @@ def test_a_transformers_model_is_built_moved_and_cast_by_the_user(name, tmp_path
     operators = {event[1] for event in made["forwards"][0]["events"] if event[0] == "op"}
     assert "aten._scaled_dot_product_flash_attention" in operators, "on a GPU transformers makes no mask for sequences without padding"
     assert "aten._scaled_dot_product_efficient_attention" not in operators
+
+
+def test_a_copy_of_a_module_has_the_operators_of_the_module(tmp_path):
+    """A copy that came with a fake mode of its own had its tensors converted by ours: a transposed weight was memory of its own."""
+    made = trace(tmp_path, "trains_a_copy")
+    assert [p.get("requires_grad", True) for p in made["parameters"]] == [False, False, True, True]
+    found = [event[1] for event in made["forwards"][0]["events"] if event[0] == "op"]
+    assert found.count("aten.addmm") == 2 and "aten.t" not in found, found
+
+
+def test_a_peft_model_with_modules_to_save_is_traced_by_the_command(shardplan, tmp_path):
+    """Copied modes free their references to storages a second time, some when the interpreter ends: in a process of its own."""
+    pytest.importorskip("peft")
+    path = tmp_path / "t.json"
+    made = shardplan("trace", "tracer_user_code:lora_with_modules_to_save", "--seq", "8", "--loss", "sum", "-q", "-o", path, cwd=HERE)
+    assert made.returncode == 0, made.stderr
+    trained = {p["fqn"] for p in json.loads(path.read_text())["parameters"] if p.get("requires_grad", True)}
+    assert "base_model.model.lm_head.modules_to_save.default.weight" in trained
+    assert "base_model.model.lm_head.original_module.weight" not in trained
 
 
 def test_torch_cuda_is_as_before_afterwards(tmp_path):

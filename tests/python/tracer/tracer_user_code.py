@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builders as people write them for a GPU, and models that read values of tensors."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -44,6 +46,41 @@ def cuda():
 
 def cuda_inputs():
     return Net().cuda(), (torch.zeros(2, 8, dtype=torch.long).cuda(),)
+
+
+def deepcopied():
+    net = Net()
+    return copy.deepcopy(net)
+
+
+class TrainsACopy(nn.Module):
+    """As peft's modules_to_save: the module that trains is a copy of the one that stays frozen. Each forward makes another, which it drops."""
+
+    def __init__(self):
+        super().__init__()
+        self.saved = Net().inner.requires_grad_(False)
+        self.trained = copy.deepcopy(self.saved).requires_grad_(True)
+        modes = {parameter.fake_mode for parameter in self.parameters()}
+        assert len(modes) == 1, f"{len(modes)} modes"
+
+    def forward(self, x):
+        with torch.no_grad():
+            teacher = copy.deepcopy(self.trained)(x)
+        return self.trained(x) - teacher
+
+
+def trains_a_copy():
+    return TrainsACopy(), (torch.zeros(2, 16),)
+
+
+def lora_with_modules_to_save():
+    import peft
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
 
 
 def half():

@@ -13,15 +13,17 @@ from ._summon import whole_copy
 
 
 def _make_whole(applied) -> None:
-    """Every module holds its own whole parameters again. Collective."""
+    """Every module holds its own whole parameters again; a tie stays one. Collective."""
+    made: dict[int, nn.Parameter] = {}  # by id of the shard
     for unit, shards in zip(applied.plan.units, applied.shards):
         if unit.flat:
             shards.make_whole(gather(shards))
             continue
         for expected, sharded in zip(unit.parameters, shards):
-            whole = whole_copy(sharded.shard)
+            if id(sharded.shard) not in made:
+                made[id(sharded.shard)] = whole_copy(sharded.shard)
             for slot in applied.by_fqn[expected.fqn].slots:
-                slot.module.register_parameter(slot.name, whole)
+                slot.module.register_parameter(slot.name, made[id(sharded.shard)])
 
 
 def remove(model: nn.Module) -> nn.Module:

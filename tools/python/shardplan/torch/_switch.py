@@ -56,8 +56,10 @@ def _regrouped(plan, old, shards: list, ties: Ties) -> list[list]:
     return result
 
 
-def switch(applied: Applied, plan, ties: Ties = ()) -> None:
-    """From the step that begins on, the model follows `plan`, which has the first of each tie as the second. Collective. Parameters, gradients and optimizers stay the same objects. PlanError, before anything has changed, for a plan of other parameters."""
+def switch(applied: Applied, plan, ties: Ties = (), same_units: bool = False) -> None:
+    """From the step that begins on, the model follows `plan`, which has the first of each tie as the second. Collective. Parameters, gradients and
+    optimizers stay the same objects. same_units: what the user has set holds for them. PlanError, before anything has changed, for a plan of other
+    parameters."""
     if applied.flat_units():
         raise PlanError("a plan of flat parameters is not exchanged")
     shards = _regrouped(plan, applied.plan, applied.shards, ties)
@@ -77,7 +79,8 @@ def switch(applied: Applied, plan, ties: Ties = ()) -> None:
     for module in applied.model.modules():
         vars(module).pop(UNIT_ATTRIBUTE, None)
     applied.plan, applied.meshes, applied.groups, applied.runtime, applied.shards = plan, meshes, groups, runtime, shards
-    applied.settings, applied.sync = {}, None
+    if not same_units:
+        applied.settings, applied.sync = {}, None
     for number, (unit, sharded) in enumerate(zip(plan.units, shards)):
         supply_shards(runtime, number, unit, sharded)
     applied.undo_recompute = recompute(plan, applied.model)

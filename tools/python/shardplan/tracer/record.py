@@ -331,7 +331,14 @@ def _name_only_what_is_there(forwards: list[dict], recorder: Recorder) -> None:
 
 
 class _DevicelessMode(FakeTensorMode):
-    """Asks no device even while torch.cuda says that there is one (user_code.py)."""
+    """Asks no device even while torch.cuda says that there is one (user_code.py).
+
+    Every fake tensor refers to its mode, so a copied module would come with a mode of its own. That has copies of the references to storages that the
+    mode remembers, and each reference frees its storage once: twice is a corrupted heap. A copy of a fake tensor is one of the same mode.
+    """
+
+    def __deepcopy__(self, memo: dict) -> _DevicelessMode:
+        return self
 
     @property
     def avoid_device_init(self) -> bool:
