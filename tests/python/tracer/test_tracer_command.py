@@ -175,8 +175,82 @@ def test_example_configs_have_the_sizes_of_their_models(path, billions, tmp_path
 
     model = huggingface.HuggingFaceModel(Path(MODELS / f"{path}.json"))
     with torch.device("meta"):
-        module = model.build("sdpa", "grouped_mm")
+        module = model.build("grouped_mm")
     assert round(sum(p.numel() for p in module.parameters()) / 1e9, 3) == billions
+
+
+# ---- configs of other kinds ----
+
+_TEXT = {**{k: v for k, v in SMALL["llama"].items() if k != "architectures"}}
+_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2}
+_LATENT = {
+    **_TEXT,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_OWN_TYPE = {**_LATENT, "model_type": "a_type_of_its_own", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "configuration.Own"}}
+# config, class of the root, what the note says, an operator of the forward
+OTHER_CONFIGS = {
+    "eager attention, quantized weights": (
+        {**SMALL["llama"], "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "quantization_config": {"quant_method": "mxfp4"}},
+        "GptOssForCausalLM",
+        ("attention eager", "quantization (mxfp4)"),
+        "aten._softmax",
+    ),
+    "a type of its own": (_OWN_TYPE, "DeepseekV3ForCausalLM", ('"a_type_of_its_own" is not known', 'of model type "deepseek_v3"'), "aten._grouped_mm"),
+    "a composite type of its own": (
+        {"model_type": "own_vl", "architectures": ["OwnVLForConditionalGeneration"], "text_config": _OWN_TYPE, "vision_config": _VISION},
+        "DeepseekV3ForCausalLM",
+        ('"own_vl" is not known', "text model alone"),
+        "aten._grouped_mm",
+    ),
+    "composite": (
+        {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": _TEXT, "vision_config": {**_VISION, "model_type": "clip_vision_model"}},
+        "LlamaForCausalLM",
+        ("composite config (LlavaForConditionalGeneration)",),
+        "aten._scaled_dot_product_flash_attention",
+    ),
+    "composite, the text class under the composite's type": (
+        {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "text_config": {**_TEXT, "model_type": "llama4_text", "num_local_experts": 4}},
+        "Llama4ForCausalLM",
+        ("composite config (Llama4ForConditionalGeneration)",),
+        "aten._scaled_dot_product_flash_attention",
+    ),
+    "no class of the text alone": (
+        {
+            "model_type": "qwen2_5_vl",
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "text_config": {**_TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}},
+            "vision_config": {**_VISION, "out_hidden_size": 64},
+        },
+        "Qwen2_5_VLForConditionalGeneration",
+        ("takes image and video, too", "no gradient"),
+        "aten._scaled_dot_product_flash_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_CONFIGS)
+def test_configs_of_other_kinds_trace_and_say_what_is_traced(kind, tmp_path, capsys):
+    config, root, said, operator = OTHER_CONFIGS[kind]
+    trace = _trace(tmp_path, _config(tmp_path, config), "--seq", "32")
+    assert trace["modules"][0]["class_name"] == root and operator in {e[1] for e in _operators(trace, "forwards")}
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trace: note: ")]
+    for text in said:
+        assert any(text in note for note in notes) and text in trace["recorded_with"]
+    graded = {e[1] for e in trace["backwards"][0]["events"] if e[0] == "param_grad"}
+    without = {p["fqn"].split(".")[1] for i, p in enumerate(trace["parameters"]) if i not in graded}
+    assert without == ({"visual"} if kind == "no class of the text alone" else set())
 
 
 # ---- callables ----
@@ -260,7 +334,11 @@ BAD_CONFIGS = [
     ({"hidden_size": 4}, 'has no "model_type"'),
     ({"model_type": "llama"}, 'has no "architectures"'),
     ({"model_type": "llama", "architectures": []}, '"architectures" is []'),
-    ({"model_type": "llamma", "architectures": ["LlamaForCausalLM"]}, '"llamma" is not known'),
+    ({"model_type": "llamma", "architectures": ["LlammaForCausalLM"]}, '"llamma" is not known'),
+    ({"model_type": "llamma", "architectures": [5]}, 'nor is a class "5"'),
+    ({"model_type": "clip", "architectures": ["CLIPModel"]}, "CLIPModel"),
+    ({**SMALL["llama"], "num_attention_heads": 7}, "LlamaConfig refuses the config"),
+    ({**SMALL["llama"], "hidden_act": "no_such"}, "LlamaForCausalLM cannot be built: "),
     ({"model_type": "llama", "architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification"),
     ({**SMALL["gpt2"], "n_positions": 3}, "sequence 4 is longer than the 3 positions"),
 ]

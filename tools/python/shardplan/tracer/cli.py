@@ -140,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Told(Progress):
-    """A line for each stage, and at a terminal a bar for what has parts."""
+    """A line for each stage, and at a terminal a bar for what has parts. Notes are no progress: quiet does not silence them."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._started, self._bar = quiet, time.monotonic(), None
@@ -149,6 +149,10 @@ class _Told(Progress):
         self.end()
         if not self._quiet:
             print(f"trace: {text} ({time.monotonic() - self._started:.1f} s)", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        self.end()
+        print(f"trace: note: {printable_name(text)}", file=sys.stderr, flush=True)
 
     def part(self, done: int, total: int) -> None:
         if self._bar is None:

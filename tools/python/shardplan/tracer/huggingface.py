@@ -17,6 +17,7 @@ from torch import nn
 
 from shardplan import files
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
+from shardplan.tracer.places import one_line, place
 
 LOSSES = ("cross_entropy", "cross_entropy_no_upcast", "model", "sum")
 
@@ -60,66 +61,157 @@ def read_config(path: Path) -> dict:
     return data
 
 
-def _family(model_type: str, architecture: str) -> str:
+_FAMILIES = {
+    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}
+_MULTIMODAL = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")  # of configs whose own model type is unknown
+
+
+def _classes(mapping: str, model_type: str) -> tuple[str, ...]:
     from transformers.models.auto import modeling_auto as auto
 
-    families = {
-        "causal_lm": (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,),
-        "masked_lm": (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,),
-        "seq2seq_lm": (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,),
-        "image_classification": (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,),
-    }
-    for family, mappings in families.items():
-        for mapping in mappings:
-            names = mapping.get(model_type, ())
-            if architecture in ((names,) if isinstance(names, str) else names):
-                return family
-    raise TracerError(
+    names = getattr(auto, mapping, {}).get(model_type, ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _family(model_type: str, architecture: str) -> str | None:
+    return next((family for family, mapping in _FAMILIES.items() if architecture in _classes(mapping, model_type)), None)
+
+
+def _not_traceable(architecture: str, model_type: str) -> TracerError:
+    return TracerError(
         f'architecture "{architecture}" of model type "{model_type}" is not one that can be traced from its config; expected a class for causal,'
-        " masked or sequence-to-sequence language modelling or image classification (any other model: give package.module:callable)"
+        " masked or sequence-to-sequence language modelling, image classification, or a multimodal one that has a text model (any other model: give"
+        " package.module:callable)"
     )
 
 
+def _text_alone(architecture: str, modalities: tuple[str, ...]) -> str:
+    others = [name for name in modalities if name != "text"] or ["other inputs"]
+    return f"{architecture} takes {' and '.join(others)}, too: the batch is text alone, what reads {' and '.join(others)} gets no gradient"
+
+
 class HuggingFaceModel:
-    """A config file: builds the module, then the batch."""
+    """A config file: builds the module, then the batch. `facts`: how the trace was made. `notes`: what a reader of the config would not expect of it."""
 
     def __init__(self, path: Path):
         self._transformers = _transformers()
-        self._data = read_config(path)
         self.name = path.stem
-        model_type, self._architecture = self._data["model_type"], self._data["architectures"][0]
-        try:
-            config_class = self._transformers.CONFIG_MAPPING[model_type]
-        except KeyError:
-            raise TracerError(
-                f'{path}: model type "{model_type}" is not known to transformers {self._transformers.__version__}'
-            ) from None
-        self._family = _family(model_type, self._architecture)
-        try:
-            self.config = config_class.from_dict(self._data)
-        except Exception as error:
-            raise TracerError(
-                f"{path}: {config_class.__name__} refuses the config: {type(error).__name__}: {error}"
-            ) from error
+        self.facts = [f"transformers {self._transformers.__version__}"]
+        self.notes: list[str] = []
+        data = read_config(path)
+        self._choose(data, path)
+        if quantization := data.get("quantization_config"):
+            method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
+            self.notes.append(f"quantization ({method}) is of the published weights: the parameters are traced unquantized")
+        self.config.quantization_config = None
 
-    def build(self, attention: str, experts: str) -> nn.Module:
+    def _choose(self, data: dict, path: Path) -> None:
+        """Sets the class, its config and its family."""
+        model_type, architecture = data["model_type"], data["architectures"][0]
+        config_class = self._config_class(data, path)
+        if config_class is None:
+            part = next((data[name] for name in _TEXT_PARTS if isinstance(data.get(name), dict)), None)
+            if part is None or not isinstance(part.get("model_type"), str):
+                raise TracerError(
+                    f'{path}: model type "{model_type}" is not known to transformers {self._transformers.__version__}, nor is a class "{architecture}";'
+                    ' where the code of a known type computes the same, set "model_type" and "architectures" to those'
+                )
+            named = part.get("architectures") or _classes(_FAMILIES["causal_lm"], part["model_type"]) or ["(none)"]
+            self._choose({**part, "architectures": list(named)}, path)
+            self.notes.append(f'model type "{model_type}" is not known to transformers: its text model alone ({self.model_class.__name__})')
+            return
+        try:
+            self.config = config_class.from_dict(data)
+        except Exception as error:
+            said = " ".join(str(error).split())  # of several lines
+            raise TracerError(f"{path}: {config_class.__name__} refuses the config: {type(error).__name__}: {said}") from error
+        known = self.config.model_type
+        self._family = _family(known, architecture)
+        if self._family in (None, "causal_lm") and self._choose_text_model(known, architecture):
+            return
+        if self._family is None:
+            raise _not_traceable(architecture, model_type)
+        self._set_class(architecture)
+        if model_type not in self._transformers.CONFIG_MAPPING:
+            self.notes.append(
+                f'model type "{model_type}" is not known to transformers: traced as {architecture} of model type "{known}", without code of its own'
+            )
+        if self.config.sub_configs and self._family != "image_classification" and len(self._modalities()) > 1:
+            self.notes.append(_text_alone(architecture, self._modalities()))
+
+    def _config_class(self, data: dict, path: Path) -> type | None:
+        """That of the model type, else that of the class; None: transformers has neither."""
+        if data["model_type"] in self._transformers.CONFIG_MAPPING:
+            return self._transformers.CONFIG_MAPPING[data["model_type"]]
+        model_class = getattr(self._transformers, str(data["architectures"][0]), None)
+        if not (isinstance(model_class, type) and issubclass(model_class, self._transformers.PreTrainedModel)):
+            return None
+        del data["model_type"]  # the class's own
+        return model_class.config_class
+
+    def _choose_text_model(self, model_type: str, architecture: str) -> bool:
+        """Takes the text model of a composite config, and says so; its whole model where transformers has no class for the text model alone."""
+        if self.config.is_encoder_decoder:
+            return False
+        whole = next((mapping for mapping in _MULTIMODAL if architecture in _classes(mapping, model_type)), None)
+        try:
+            text = self.config.get_text_config(decoder=True)
+        except ValueError:  # there are several
+            return False
+        if text is self.config or (whole is None and self._family is None):
+            return False
+        self._family = "causal_lm"
+        for name in (*_classes(_FAMILIES["causal_lm"], text.model_type), *_classes(_FAMILIES["causal_lm"], model_type)):
+            self._set_class(name)
+            if self.model_class.config_class is type(text):
+                self.config = text
+                self.notes.append(f"composite config ({architecture}): its text model alone ({name}), without what makes tokens of images or sounds")
+                return True
+        self._set_class(architecture)
+        self.notes.append(_text_alone(architecture, self._modalities()))
+        return True
+
+    def _set_class(self, name: str) -> None:
+        try:
+            self.model_class = getattr(self._transformers, name)
+        except (AttributeError, ImportError, RuntimeError) as error:  # a class that needs a package
+            raise EnvironmentProblem(f"{name} of transformers {self._transformers.__version__} cannot be imported: {one_line(error)}") from error
+
+    def _parts(self) -> list:
+        return [part for name in self.config.sub_configs if (part := getattr(self.config, name, None)) is not None]
+
+    def _modalities(self) -> tuple[str, ...]:
+        found = getattr(self.model_class, "input_modalities", "text")
+        return (found,) if isinstance(found, str) else tuple(found)
+
+    def build(self, experts: str) -> nn.Module:
         """The module in training mode, float32, uninitialized. Call inside FakeTensorMode and on the wanted device."""
         from transformers.initialization import no_init_weights
 
-        model_class = getattr(self._transformers, self._architecture)
-        self.config.use_cache = False
-        options = {"attn_implementation": attention} if attention != "default" else {}
-        if experts != "default" and model_class._can_set_experts_implementation():
+        # The answer is of the class: those with an attention of their own (sinks, say) have no other than eager.
+        options = {"attn_implementation": "sdpa" if self.model_class._supports_sdpa else "eager"}
+        if options["attn_implementation"] == "eager":
+            self.notes.append("attention eager, as the class supports no other")
+        for config in (self.config, *self._parts()):
+            config.use_cache = False
+        if self.model_class._can_set_experts_implementation():
             options["experts_implementation"] = experts
-        with no_init_weights():
-            try:
-                model = model_class._from_config(self.config, dtype=torch.float32, **options)
-            except ValueError as error:
-                if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
-                    raise TracerError(f"{model_class.__name__} cannot be built: {error}") from error
-                options.pop("attn_implementation")
-                model = model_class._from_config(self.config, dtype=torch.float32, **options)
-        model.tie_weights()  # part of the initialisation that was skipped
+            self.facts.append(f"experts {experts}, any routing")
+        try:
+            with no_init_weights():
+                model = self.model_class._from_config(self.config, dtype=torch.float32, **options)
+            model.tie_weights()  # part of the initialisation that was skipped
+        except ImportError as error:
+            raise EnvironmentProblem(f"{self.model_class.__name__} needs a package that is not here: {one_line(error)}") from error
+        except Exception as error:
+            raise TracerError(
+                f"{self.model_class.__name__} cannot be built: {type(error).__name__}: {one_line(error)}{place(error, None)}"
+            ) from error
         return model.train()
 
     def batch(self, batch: int, seq: int, dtype: torch.dtype, loss: str) -> Batch:
@@ -153,15 +245,8 @@ class HuggingFaceModel:
 
         return Batch(given, inputs, cross_entropy, tokens)
 
-    def notes(self, module: nn.Module, experts: str) -> list[str]:
-        """What a reader of the trace should know of how it was made."""
-        notes = [f"transformers {self._transformers.__version__}"]
-        if module._can_set_experts_implementation():
-            notes.append(f"experts {experts}, any routing")
-        return notes
-
     def _learned_positions(self) -> bool:
-        return self._data["model_type"] in (
+        return self.config.model_type in (
             "gpt2",
             "bert",
             "roberta",

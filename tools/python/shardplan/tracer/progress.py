@@ -10,5 +10,8 @@ class Progress:
     def __call__(self, text: str) -> None:
         """It begins this."""
 
+    def note(self, text: str) -> None:
+        """A reader of the trace would not expect this."""
+
     def part(self, done: int, total: int) -> None:
         """Of what it began last, as much is done."""

@@ -240,7 +240,9 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
     with _recording(options):
         progress("building the module")
         with torch.device("cuda"):
-            module = model.build("sdpa", options.experts)
+            module = model.build(options.experts)
+        for note in model.notes:
+            progress.note(note)
         if options.evaluation:
             module.eval()
         tree = _tree(module, dtype, options)
@@ -260,7 +262,7 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
             path.name,
             dtype,
             batch.tokens,
-            model.notes(module, options.experts),
+            [*model.facts, *model.notes],
         )
 
 
