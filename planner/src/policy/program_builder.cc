@@ -30,6 +30,14 @@ bool IsStateOfUnit(const Buffer& buffer) {
   }
 }
 
+// The pass raised before the engine came to add it up.
+bool IsNeverAccumulated(const Pass& pass, ParameterId parameter) {
+  return pass.abandoned && std::ranges::none_of(pass.events, [&](const TraceEvent& event) {
+           const auto* grad = std::get_if<ParameterGradEvent>(&event);
+           return grad != nullptr && grad->parameter == parameter;
+         });
+}
+
 }  // namespace
 
 ProgramBuilder::ProgramBuilder(const Trace& trace, const Partition& partition, Plan& plan)
@@ -294,7 +302,8 @@ Segment ProgramBuilder::MakeSegment(const HookPoint& event, const SegmentKey& ke
       segment.entries.push_back(*op);
     } else if (const auto* allocate = std::get_if<AllocateEvent>(&traced)) {
       AllocateEvent entry = *allocate;
-      if (entry.role == StorageRole::kParameterGrad && accumulates(entry.parameter)) {
+      if (entry.role == StorageRole::kParameterGrad &&
+          (accumulates(entry.parameter) || IsNeverAccumulated(pass, entry.parameter))) {
         entry.role = StorageRole::kBackwardTemp;
         entry.parameter = -1;
       }
