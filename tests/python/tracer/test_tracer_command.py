@@ -182,7 +182,8 @@ def test_example_configs_have_the_sizes_of_their_models(path, billions, tmp_path
 # ---- configs of other kinds ----
 
 _TEXT = {**{k: v for k, v in SMALL["llama"].items() if k != "architectures"}}
-_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2}
+_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
 _LATENT = {
     **_TEXT,
     "num_key_value_heads": 8,
@@ -198,11 +199,14 @@ _LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
-_OWN_TYPE = {**_LATENT, "model_type": "a_type_of_its_own", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "configuration.Own"}}
+_OWN_TYPE = {**_LATENT, "model_type": "a_type_of_its_own", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "own.Own"}}
+_LLAMA4 = {**_TEXT, "model_type": "llama4_text", "num_local_experts": 4}
+_QWEN = {**_TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE}
+_SINKS = {**_TEXT, "model_type": "gpt_oss", "num_local_experts": 4}
 # config, class of the root, what the note says, an operator of the forward
 OTHER_CONFIGS = {
     "eager attention, quantized weights": (
-        {**SMALL["llama"], "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "quantization_config": {"quant_method": "mxfp4"}},
+        {**_SINKS, "architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
         "GptOssForCausalLM",
         ("attention eager", "quantization (mxfp4)"),
         "aten._softmax",
@@ -215,13 +219,18 @@ OTHER_CONFIGS = {
         "aten._grouped_mm",
     ),
     "composite": (
-        {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": _TEXT, "vision_config": {**_VISION, "model_type": "clip_vision_model"}},
+        {
+            "model_type": "llava",
+            "architectures": ["LlavaForConditionalGeneration"],
+            "text_config": _TEXT,
+            "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        },
         "LlamaForCausalLM",
         ("composite config (LlavaForConditionalGeneration)",),
         "aten._scaled_dot_product_flash_attention",
     ),
     "composite, the text class under the composite's type": (
-        {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "text_config": {**_TEXT, "model_type": "llama4_text", "num_local_experts": 4}},
+        {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "text_config": _LLAMA4},
         "Llama4ForCausalLM",
         ("composite config (Llama4ForConditionalGeneration)",),
         "aten._scaled_dot_product_flash_attention",
@@ -230,8 +239,8 @@ OTHER_CONFIGS = {
         {
             "model_type": "qwen2_5_vl",
             "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-            "text_config": {**_TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}},
-            "vision_config": {**_VISION, "out_hidden_size": 64},
+            "text_config": _QWEN,
+            "vision_config": {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
         },
         "Qwen2_5_VLForConditionalGeneration",
         ("takes image and video, too", "no gradient"),

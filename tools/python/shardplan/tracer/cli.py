@@ -134,6 +134,14 @@ def parser() -> argparse.ArgumentParser:
         help="what the module reads where it reads values of tensors (.item(), if): numbers, true or false, in order; how many elements a mask "
         "finds. Repeat it for other modules; (loss) is the code outside of all of them",
     )
+    result.add_argument(
+        "--stand-in",
+        action="append",
+        default=[],
+        metavar="NAME=FILE:CALLABLE",
+        help="what runs in place of package.module.function, whose kernel cannot be traced: it says the kernel's outputs, FLOPs, bytes and what it keeps "
+        "for the backward (docs/internals/tracer.md). Those of causal_conv1d, mamba_ssm and fla are shipped; NAME=none takes one away. Repeat it for others",
+    )
     result.add_argument("--name", default="", help="the model's name in the trace")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result
@@ -180,11 +188,12 @@ def _run(arguments: argparse.Namespace, progress) -> int:
     _check_arguments(arguments)
     progress("loading torch")
     try:
-        from shardplan.tracer import document, session
+        from shardplan.tracer import document, session, stand_ins
     except ImportError as error:
         complain("shardplan trace", printable_name(f"cannot import {error.name}: {error} (tools/setup installs what is needed)"))
         return EXIT_ENVIRONMENT
     options = session.Options(
+        stand_ins=stand_ins.load(arguments.stand_in),
         batch=arguments.batch,
         seq=arguments.seq,
         dtype=arguments.dtype,

@@ -195,7 +195,7 @@ class HuggingFaceModel:
 
         # The answer is of the class: those with an attention of their own (sinks, say) have no other than eager.
         options = {"attn_implementation": "sdpa" if self.model_class._supports_sdpa else "eager"}
-        if options["attn_implementation"] == "eager":
+        if options["attn_implementation"] == "eager" and hasattr(self.config, "num_attention_heads"):
             self.notes.append("attention eager, as the class supports no other")
         for config in (self.config, *self._parts()):
             config.use_cache = False

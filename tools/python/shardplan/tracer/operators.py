@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from shardplan.tracer.recurrent import flops as recurrent_flops
+from shardplan.tracer.stand_ins.launch import declared_cost, is_declared
 
 aten = torch.ops.aten
 
@@ -97,6 +98,7 @@ class Operator:
     written_positions: tuple[int, ...]
     written_names: tuple[str, ...]
     flop_formula: object = None
+    declared: bool = False  # the kernel of a stand-in: its arguments say what it costs
     flop_cache: dict = field(default_factory=dict)
 
 
@@ -117,6 +119,7 @@ def describe(func) -> Operator:
         written_positions=tuple(positions),
         written_names=tuple(names),
         flop_formula=flop_registry.get(func._overloadpacket) or flop_registry.get(_SAME_FORMULA.get(base)),
+        declared=is_declared(func),
     )
 
 
@@ -151,6 +154,8 @@ def _grouped_mm_flops(left, right) -> int:
 
 
 def flops(operator: Operator, args: tuple, kwargs: dict, out) -> int:
+    if operator.declared:
+        return declared_cost(args).flops
     if operator.base == "_grouped_mm":
         return _grouped_mm_flops(args[0], args[1])
     if (recurrent := recurrent_flops(operator.base, args)) is not None:
@@ -185,7 +190,7 @@ def read_tensors(operator: Operator, args: tuple, kwargs: dict, outputs: list) -
     lookup = _LOOKUPS.get(operator.base, -1)
     unread = _UNREAD.get(operator.base, ())
     result = []
-    for position, argument in enumerate(args):
+    for position, argument in enumerate(args[:1] if operator.declared else args):
         if position in unread:
             continue
         found = tensors_in(argument, [])
@@ -200,6 +205,14 @@ def read_tensors(operator: Operator, args: tuple, kwargs: dict, outputs: list) -
     for value in kwargs.values():
         result.extend((tensor, touched_bytes(tensor)) for tensor in tensors_in(value, []))
     return result
+
+
+def bytes_moved(operator: Operator, args: tuple, read: int, written: int) -> tuple[int, int]:
+    """`read` and `written`, which the tensors make, or what a stand-in says instead."""
+    if not operator.declared:
+        return read, written
+    cost = declared_cost(args)
+    return (read if cost.bytes_read is None else cost.bytes_read), (written if cost.bytes_written is None else cost.bytes_written)
 
 
 def written_arguments(operator: Operator, args: tuple, kwargs: dict) -> list[torch.Tensor]:

@@ -348,7 +348,8 @@ class Recorder(TorchDispatchMode):
             return  # nothing on the device
         dtype = operators.arithmetic_dtype(inputs, outputs or written)
         count = operators.flops(operator, args, kwargs, out)
-        bytes_read, bytes_written = sum(view.bytes_read for view in views), sum(count for _, count in made)
+        by_tensors = sum(view.bytes_read for view in views), sum(size for _, size in made)
+        bytes_read, bytes_written = operators.bytes_moved(operator, args, *by_tensors)
         event = ["op", operator.name, module, dtype, count, bytes_read, bytes_written, -1, reads, writes, parameters]
         if self._kernel is not None:
             self._kernel.add(event, views, made)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from shardplan.tracer import compiled, document, record, source as sources
+from shardplan.tracer import compiled, document, record, source as sources, stand_ins
 from shardplan.tracer.attention import device_attention
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
@@ -61,6 +61,7 @@ class Options:
     name: str = ""
     mark_inputs: bool = True
     answers: dict[str, list[float]] = field(default_factory=dict)  # by FQN: the values that a module reads (docs/internals/tracer.md)
+    stand_ins: dict[str, Callable | None] = field(default_factory=dict)  # of functions, by dotted name; None: no shipped one (stand_ins.load)
     keep_output: bool = False  # the training loop keeps a name for the model's output until the backward is over
     kernels_of: str = ""  # the release whose kernels leave on the host what they do; "": the installed one, "fake": none, as fake tensors have it
 
@@ -77,6 +78,7 @@ def _recording(options: Options):
         warnings.simplefilter("ignore")
         # torch logs what a fake tensor cannot do with a stack; the error says it.
         stack.enter_context(unittest.mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        stack.enter_context(stand_ins.standing_in(options.stand_ins))
         stack.enter_context(fake_cuda())
         stack.enter_context(device_attention(options.sdpa))
         stack.enter_context(device_recurrent())
@@ -94,7 +96,8 @@ def trace_source(source: str, options: Options, progress: Progress = Progress())
         return _trace_config(path, options, progress)
     if ":" not in source:
         raise TracerError(f'"{source}" is neither a file nor package.module:callable')
-    return trace_callable(sources.find_callable(source), source, options, progress)
+    with stand_ins.standing_in(options.stand_ins):  # imported, too
+        return trace_callable(sources.find_callable(source), source, options, progress)
 
 
 def trace_callable(
@@ -299,8 +302,12 @@ def _document(
                 f"an operator asks the CUDA driver before it runs, which a trace cannot answer{where}: {one_line(error)}"
             ) from error
         raise TracerError(f"the model failed with its own {type(error).__name__}: {one_line(error)}{where}") from error
+    if uncalled := sorted(name for name, function in options.stand_ins.items() if function is not None and name not in stand_ins.called()):
+        raise UsageProblem(f"--stand-in {uncalled[0]}=...: nothing calls this function")
     if unused := sorted(answers.by_module.keys() - answers.used):
         raise UsageProblem(f"--answer {unused[0]}=...: no value is read there")
+    if stood_in := stand_ins.called():
+        notes = [*notes, f"stand-ins {', '.join(stood_in)}"]
     recorded_with = "; ".join([f"torch {torch.__version__.split('+')[0]}", f"attention {options.sdpa}", *notes])
     head = {
         "schema": document.SCHEMA,

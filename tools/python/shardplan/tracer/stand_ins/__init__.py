@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions whose kernels a fake tensor cannot run, and what stands in for them while a model is traced: `standing_in`.
+
+`SHIPPED` has those of common libraries. They need not be installed: a library that is not there is a module of its stand-ins alone as long as the trace
+goes on. The user's own (--stand-in) are added, or replace them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import sys
+import types
+import unittest.mock
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from shardplan.tracer.errors import TracerError, UsageProblem
+from shardplan.tracer.stand_ins import causal_conv1d, fla, mamba_ssm
+from shardplan.tracer.stand_ins.launch import Kernel, launch, run
+
+__all__ = ["SHIPPED", "Kernel", "launch", "load", "standing_in"]
+
+# By the name that a program imports the function by: what stands in for it.
+SHIPPED: dict[str, Callable] = {
+    "causal_conv1d.causal_conv1d_fn": causal_conv1d.causal_conv1d_fn,
+    "mamba_ssm.ops.selective_scan_interface.mamba_inner_fn": mamba_ssm.mamba_inner_fn,
+    "mamba_ssm.ops.selective_scan_interface.selective_scan_fn": mamba_ssm.selective_scan_fn,
+    "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined": mamba_ssm.mamba_chunk_scan_combined,
+    "mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined": mamba_ssm.mamba_split_conv1d_scan_combined,
+    "fla.ops.gated_delta_rule.chunk_gated_delta_rule": fla.chunk_gated_delta_rule,
+    "fla.ops.kda.chunk_kda": fla.chunk_kda,
+}
+
+
+def load(texts: list[str]) -> dict[str, Callable | None]:
+    """The user's own, each "package.module.function=FILE:callable"; "=none" takes a shipped one away."""
+    return dict(map(_loaded, texts))
+
+
+def _loaded(text: str) -> tuple[str, Callable | None]:
+    name, equals, place = text.partition("=")
+    path, _, attribute = place.rpartition(":")
+    if not equals or "." not in name.strip(".") or not (place == "none" or (path and attribute)):
+        raise UsageProblem(f"--stand-in {text}: expected package.module.function=FILE:callable, or package.module.function=none")
+    if place == "none":
+        if name not in SHIPPED:
+            raise UsageProblem(f"--stand-in {text}: nothing stands in for {name}; what does: {', '.join(SHIPPED)}")
+        return name, None
+    return name, _callable_in(Path(path), attribute)
+
+
+def _callable_in(path: Path, attribute: str) -> Callable:
+    if not path.is_file():
+        raise TracerError(f"cannot read the stand-in's file {path}: no such file")
+    spec = importlib.util.spec_from_file_location(f"shardplan_stand_in_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise TracerError(f"{path} is no Python file; expected FILE:callable")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise TracerError(f"the stand-in's file {path} failed: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise TracerError(f"{path} has no callable {attribute}")
+    return found
+
+
+_active: list[str] | None = None  # while standing_in: functions that were stood in for, in order of their first call
+
+
+def called() -> list[str]:
+    return list(_active or ())
+
+
+def _observed(name: str, function: Callable, called: list[str]) -> Callable:
+    @torch.compiler.disable  # a compiled graph ends before it, as before fla's own functions
+    @functools.wraps(function)  # transformers asks for its parameters
+    def stand_in(*arguments, **options):
+        if name not in called:
+            called.append(name)
+        return run(name, function(*arguments, **options), (arguments, options))
+
+    return stand_in
+
+
+@contextlib.contextmanager
+def standing_in(own: dict[str, Callable | None]) -> Iterator[None]:
+    """Inside, the table's functions are their stand-ins, wherever they were imported. Entered again inside, nothing changes."""
+    global _active
+    if _active is not None:
+        yield
+        return
+    _active = []
+    table = {name: _observed(name, function, _active) for name, function in {**SHIPPED, **own}.items() if function is not None}
+    try:
+        with contextlib.ExitStack() as stack:
+            for name, function in table.items():
+                stack.enter_context(_replaced(name, function, required=name in own))
+            stack.enter_context(_in_transformers(table))
+            yield
+    finally:
+        _active = None
+
+
+@contextlib.contextmanager
+def _replaced(name: str, function: Callable, required: bool) -> Iterator[None]:
+    owner, attribute = _owner(name, required)
+    with contextlib.ExitStack() as stack:
+        if owner is None:
+            owner = stack.enter_context(_absent_module(name.rpartition(".")[0]))
+        original = getattr(owner, attribute, None)
+        in_class = isinstance(owner, type) and not isinstance(owner.__dict__.get(attribute), types.FunctionType)
+        stack.enter_context(unittest.mock.patch.object(owner, attribute, staticmethod(function) if in_class else function, create=True))
+        for module in list(sys.modules.values()) if original is not None else ():
+            for known in [key for key, value in list(vars(module).items()) if value is original] if isinstance(module, types.ModuleType) else ():
+                stack.enter_context(unittest.mock.patch.object(module, known, function))
+        yield
+
+
+def _owner(name: str, required: bool) -> tuple[object | None, str]:
+    """The module or class that holds the function, None: its library is not here, or cannot be imported here; and the function's name in it."""
+    path, _, attribute = name.rpartition(".")
+    library, parts, reason = path.partition(".")[0], path.split("."), ""
+    if library not in sys.modules and importlib.util.find_spec(library) is None:
+        return None, attribute
+    for end in range(len(parts), 0, -1):
+        try:
+            owner = importlib.import_module(".".join(parts[:end]))
+        except Exception as error:  # a class in the name, or a library that does not load without its device
+            reason = reason or f": {type(error).__name__}: {error}"
+            continue
+        for part in parts[end:]:
+            owner = getattr(owner, part, None)
+        if hasattr(owner, attribute):
+            return owner, attribute
+    if required:
+        raise TracerError(f"--stand-in {name}=...: there is no such function{reason}")
+    return None, attribute
+
+
+@contextlib.contextmanager
+def _absent_module(path: str) -> Iterator[types.ModuleType]:
+    """A module of that name, and its parents, as far as they are not there."""
+    made, parent = [], None
+    parts = path.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        module = sys.modules.get(name) or (None if made else _importable(name))
+        if module is None:
+            module = types.ModuleType(name, "Stand-ins of shardplan for a library that is not here.")
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            module.__path__ = []
+            sys.modules[name] = module
+            made.append((name, parent))
+            if parent is not None:
+                setattr(parent, parts[end - 1], module)
+        parent = module
+    try:
+        yield parent
+    finally:
+        for name, holder in reversed(made):
+            del sys.modules[name]
+            if holder is not None:
+                delattr(holder, name.rpartition(".")[2])
+
+
+def _importable(name: str) -> types.ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except Exception:
+        return None
+
+
+@contextlib.contextmanager
+def _in_transformers(table: dict[str, Callable]) -> Iterator[None]:
+    """transformers binds a kernel, or its own fallback, when it imports a model (use_kernel_func_from_hub_with_fallback). Models that were imported
+    before get the stand-in for as long as the trace goes on; those that it imports give theirs back."""
+    by_function = {(name.partition(".")[0], name.rpartition(".")[2]): function for name, function in table.items()}
+    before = {id(wrapper): (wrapper, _bound(wrapper)) for wrapper in _wrappers()}
+    for wrapper, bound in before.values():
+        function = by_function.get((bound["package"], bound["func_name"]))
+        if function is not None:
+            _bind(wrapper, function)
+    try:
+        yield
+    finally:
+        stand_ins = set(map(id, table.values()))
+        for wrapper in _wrappers():
+            bound = _bound(wrapper)
+            if id(bound["implementation"]) in stand_ins:
+                _, earlier = before.get(id(wrapper), (None, {"implementation": bound["torch_function"]}))
+                _bind(wrapper, earlier["implementation"])
+
+
+def _wrappers() -> Iterator[types.FunctionType]:
+    for path, module in list(sys.modules.items()):
+        if not path.startswith("transformers.models.") or ".modeling_" not in path:
+            continue
+        for value in list(vars(module).values()):
+            while isinstance(value, types.FunctionType) and not _WRAPPED <= set(value.__code__.co_freevars):
+                value = getattr(value, "__wrapped__", None)
+            if isinstance(value, types.FunctionType):
+                yield value
+
+
+_WRAPPED = {"func_name", "package", "implementation", "torch_function", "is_new_implementation", "applicable_params"}
+
+
+def _bound(wrapper: types.FunctionType) -> dict[str, object]:
+    return {name: cell.cell_contents for name, cell in zip(wrapper.__code__.co_freevars, wrapper.__closure__ or ())}
+
+
+def _bind(wrapper: types.FunctionType, implementation: Callable) -> None:
+    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or ()))
+    cells["is_new_implementation"].cell_contents = implementation is not cells["torch_function"].cell_contents
+    cells["applicable_params"].cell_contents = tuple(inspect.signature(implementation).parameters)
+    cells["implementation"].cell_contents = implementation
