@@ -262,6 +262,26 @@ def test_configs_of_other_kinds_trace_and_say_what_is_traced(kind, tmp_path, cap
     assert without == ({"visual"} if kind == "no class of the text alone" else set())
 
 
+_MASK_OF_ONES = {
+    "architectures": ["BartForConditionalGeneration"],
+    "model_type": "bart",
+    "d_model": 64,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "vocab_size": 128,
+}
+
+
+def test_a_mask_that_a_model_makes_of_ones_is_read_as_no_padding(tmp_path):
+    trace = _trace(tmp_path, _config(tmp_path, _MASK_OF_ONES), "--seq", "32")
+    attention = [e[1] for e in _operators(trace, "forwards") if "attention" in e[1]]
+    assert attention == ["aten._scaled_dot_product_flash_attention"] * (2 + 2 * 2), "encoder, and both of the decoder's"
+
+
 # ---- callables ----
 
 

@@ -141,7 +141,7 @@ class HuggingFaceModel:
             self.notes.append(
                 f'model type "{model_type}" is not known to transformers: traced as {architecture} of model type "{known}", without code of its own'
             )
-        if self.config.sub_configs and self._family != "image_classification" and len(self._modalities()) > 1:
+        if self._family != "image_classification" and len(self._modalities()) > 1 and self._reads_more():
             self.notes.append(_text_alone(architecture, self._modalities()))
 
     def _config_class(self, data: dict, path: Path) -> type | None:
@@ -163,18 +163,22 @@ class HuggingFaceModel:
             text = self.config.get_text_config(decoder=True)
         except ValueError:  # there are several
             return False
-        if text is self.config or (whole is None and self._family is None):
+        if whole is None and (self._family is None or text is self.config):
             return False
         self._family = "causal_lm"
         for name in (*_classes(_FAMILIES["causal_lm"], text.model_type), *_classes(_FAMILIES["causal_lm"], model_type)):
             self._set_class(name)
-            if self.model_class.config_class is type(text):
+            if text is not self.config and self.model_class.config_class is type(text):
                 self.config = text
                 self.notes.append(f"composite config ({architecture}): its text model alone ({name}), without what makes tokens of images or sounds")
                 return True
         self._set_class(architecture)
         self.notes.append(_text_alone(architecture, self._modalities()))
         return True
+
+    def _reads_more(self) -> bool:
+        """Whether a part of the config is of images or sounds. The class alone says so of text models, too, that inherit from one of images."""
+        return any(part in name for name in self.config.sub_configs for part in ("vision", "image", "video", "audio", "speech"))
 
     def _set_class(self, name: str) -> None:
         try:

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import unittest.mock
+from collections.abc import Callable, Iterator
 
 from shardplan.tracer.recorder import Answers
+
+# Functions of masking_utils that read values of a mask, or of positions. Models of encoders and decoders make a mask of ones by themselves.
+_READ_MASKS = ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 @contextlib.contextmanager
@@ -17,18 +21,20 @@ def as_in_a_step(answers: Answers) -> Iterator[None]:
     if masking is None:
         yield
         return
-    tracing, packed = masking.is_tracing, masking.find_packed_sequence_indices
 
-    def no_packing(position_ids):
-        answers.scalar = True  # "is there one sequence per row?"
-        try:
-            return packed(position_ids)
-        finally:
-            answers.scalar = None
+    def without_padding(reads: Callable) -> Callable:
+        def answered(*arguments, **options):
+            answers.scalar = True  # "is there one sequence per row?", "does every token take part?"
+            try:
+                return reads(*arguments, **options)
+            finally:
+                answers.scalar = None
 
-    masking.is_tracing = lambda tensor=None: False
-    masking.find_packed_sequence_indices = no_packing
-    try:
+        return answered
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch.object(masking, "is_tracing", lambda tensor=None: False))
+        for name in _READ_MASKS:
+            if reads := getattr(masking, name, None):
+                stack.enter_context(unittest.mock.patch.object(masking, name, without_padding(reads)))
         yield
-    finally:
-        masking.is_tracing, masking.find_packed_sequence_indices = tracing, packed
