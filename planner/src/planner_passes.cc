@@ -24,6 +24,7 @@
 #include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/schemas/verifier.h"
+#include "units/dtype_checks.h"
 
 namespace shardplan {
 namespace {
@@ -115,6 +116,9 @@ Result<ChosenUnits> RunChooseUnits(const Task& task, Made& made) {
   const std::unique_ptr<UnitMaker> maker = task.policy.make_units(trace, *index, task.strategy);
   Result<Partition> partition = ChooseUnits(trace, *index, task.strategy, *maker, task.cluster.ranks);
   if (!partition) return std::unexpected(std::move(partition.error()));
+  if (const Status checked = CheckDTypes(trace, task.strategy, *partition); !checked) {
+    return std::unexpected(checked.error());
+  }
   return ChosenUnits{std::move(index), *std::move(partition)};
 }
 

@@ -16,6 +16,7 @@ OptimizerMemory::OptimizerMemory(const Strategy& strategy, const Partition& part
                                  ProgramBuilder& builder)
     : optimizer_(strategy.optimizer),
       use_orig_params_(strategy.fsdp1.use_orig_params),
+      comm_hook_(strategy.fsdp1.comm_hook),
       partition_(partition),
       builder_(builder) {
   for (const UnitChoice& choice : partition.units) {
@@ -39,16 +40,17 @@ Status OptimizerMemory::CheckGradDTypes() const {
   const bool fused = ImplementationOf(optimizer_) == OptimizerImplementation::kFused;
   if (optimizer_.kind == OptimizerKind::kNone || (!adam && !fused)) return {};
   for (const UnitChoice& choice : partition_.units) {
-    if (choice.unit.layout != LayoutKind::kPerParameter) continue;
+    const bool flat = choice.unit.layout == LayoutKind::kFlat;
     for (const UnitParameter& parameter : choice.unit.parameters) {
-      if (!parameter.requires_grad || ShardedGradDType(parameter) == parameter.dtype) continue;
-      const DType found = ShardedGradDType(parameter);
+      const DType found = flat ? FlatGradDType(choice) : ShardedGradDType(parameter);
+      if (!parameter.requires_grad || found == parameter.dtype) continue;
       return MakeInputError(
           "/optimizer",
           fmt::format(
               "PyTorch fails here (expected dtype {} for `end` but got dtype {}): {} has gradients of "
-              "another dtype than its own (grad_dtype)",
-              Name(parameter.dtype), Name(found), parameter.fqn),
+              "another dtype than its own ({})",
+              Name(parameter.dtype), Name(found), parameter.fqn,
+              flat ? "keep_low_precision_grads" : "grad_dtype"),
           optimizer_.kind == OptimizerKind::kAdamW  ? "adamw"
           : optimizer_.kind == OptimizerKind::kAdam ? "adam"
                                                     : "a fused kernel",
@@ -56,6 +58,16 @@ Status OptimizerMemory::CheckGradDTypes() const {
     }
   }
   return {};
+}
+
+// What is in .grad when the backward is over (_post_backward_hook, prepare_gradient_for_optim).
+DType OptimizerMemory::FlatGradDType(const UnitChoice& choice) const {
+  const Unit& unit = choice.unit;
+  const bool compresses =
+      comm_hook_ == Fsdp1CommHook::kFp16Compress || comm_hook_ == Fsdp1CommHook::kBf16Compress;
+  if (!choice.mixed_precision.keep_low_precision_grads) return unit.orig_dtype;
+  if (choice.shard_size > 1) return unit.param_dtype;
+  return compresses ? unit.orig_dtype : unit.reduce_dtype;
 }
 
 std::vector<OptimizerShard> OptimizerMemory::ShardsOf(const SteppedUnit& stepped) const {

@@ -38,6 +38,7 @@ class OptimizerMemory {
 
  private:
   Status CheckGradDTypes() const;
+  DType FlatGradDType(const UnitChoice& choice) const;
   void AllocateStates(UnitId unit, const std::vector<OptimizerShard>& shards, StreamId stream);
   std::vector<OptimizerShard> ShardsOf(const SteppedUnit& stepped) const;
   // A shard, and where it is among the optimizer's parameters.
@@ -51,6 +52,7 @@ class OptimizerMemory {
 
   const Optimizer& optimizer_;
   const bool use_orig_params_;
+  const Fsdp1CommHook comm_hook_;
   const Partition& partition_;
   ProgramBuilder& builder_;
   State state_;

@@ -66,6 +66,9 @@ inline constexpr auto kFields<MemoryReport> = FieldList(
     Required("cache_releases", &MemoryReport::cache_releases,
              "Requests that released the cache first: each synchronises the device."),
     Required("fits", &MemoryReport::fits, "The allocator never runs out of memory."),
+    Optional(
+        "deferred_gradient_bytes", &MemoryReport::deferred_gradient_bytes,
+        "The most that gradients take in the steady step that wait for their reduction beyond a backward."),
     Optional("host_peak_bytes", &MemoryReport::host_peak_bytes,
              "Peak of this rank's host memory, pinned allocations as the next power of two."),
     Optional("host_peak_at", &MemoryReport::host_peak_at, "The trigger of that peak."),

@@ -13,6 +13,7 @@
 
 #include "cost/fixed_log.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/simulator/deferred_gradients.h"
 #include "shardplan/simulator/operator_class.h"
 #include "text/instruction_text.h"
 
@@ -91,6 +92,7 @@ MemoryReport BuildMemory(const Plan& plan, const Cluster& cluster, const MemoryP
   report.reserved_bytes = fit.reserved_bytes;
   report.cache_releases = fit.cache_releases;
   report.fits = fit.Fits(true);
+  report.deferred_gradient_bytes = DeferredGradientsOf(plan, plan.steady_step).peak_bytes;
   report.host_peak_bytes = host_memory.peak_bytes;
   report.host_steady_bytes = host_memory.end_bytes;
   report.host_peak_by_category = ByCategory(host_memory.peak_by_category);

@@ -58,6 +58,85 @@ def test_parameters_of_no_unit_are_counted_outside(shardplan, tmp_path):
     assert "of no unit" not in shardplan("memory", TRACE, *GIVEN).stdout
 
 
+# ---- gradients that wait for their reduction ----
+
+LAYER = 4096 * 4096  # elements of each of the three parameters, in bfloat16
+
+
+def deferred_of(shardplan, *arguments):
+    """(bytes, units, where) by --rows, and what the table says of it."""
+    given = (TRACE, "--ranks", "8", *arguments)
+    rows = shardplan("memory", *given, "--rows", "-", "-q")
+    assert rows.returncode == 0, rows.stderr
+    found = json.loads(rows.stdout).get("deferred_gradients")
+    table = shardplan("memory", *given).stdout
+    said = re.findall(r"^gradients that wait for their reduction: at most (\d+) bytes, ([\d.]+) GiB, of (\d+) units?, since (.*)$", table, re.M)
+    if found is None:
+        assert "wait for" not in table
+        return None
+    ((size, gib, units, where),) = said
+    assert (int(size), int(units), where) == (found["peak_bytes"], found["units"], found["at"])
+    assert float(gib) == pytest.approx(found["peak_bytes"] / 2**30, abs=6e-4)
+    return found["peak_bytes"], found["units"]
+
+
+def strategy(tmp_path, **fields):
+    path = tmp_path / "strategy.json"
+    path.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", **fields}))
+    return "--strategy", path
+
+
+def micro_batches(*syncs):
+    """A program: `syncs`, by micro-batch, the calls before its forward."""
+    calls = []
+    for number, before in enumerate(syncs):
+        forward = [{"call": "forward", "microbatch": number}]
+        calls += [*before, *forward, {"call": "backward", "microbatches": [number]}]
+    return {"program": [[*calls, {"call": "optimizer_step"}, {"call": "zero_grad"}]]}
+
+
+def sync(value, module=""):
+    return {"call": "module", "method": "set_requires_gradient_sync", "module": module, "value": value}
+
+
+@pytest.mark.parametrize("policy", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_without_synchronisation_the_gradients_of_all_units_wait(shardplan, policy, accumulate):
+    given = ("--policy", policy, "--accumulate", accumulate, "--no-sync")
+    assert deferred_of(shardplan, *given) == (3 * LAYER * 2, 3)
+    wider = 4 if policy == "fsdp2" else 2  # FSDP1 keeps them as they were made
+    assert deferred_of(shardplan, *given, "--param-dtype", "bfloat16", "--reduce-dtype", "float32") == (3 * LAYER * wider, 3)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--accumulate", 3), ("--policy", "fsdp1", "--accumulate", 2)])
+def test_where_each_micro_batch_reduces_nothing_waits(shardplan, arguments):
+    assert deferred_of(shardplan, *arguments) is None
+
+
+def test_units_that_reduce_are_not_counted(shardplan, tmp_path):
+    one_waits = micro_batches([sync(True), sync(False, "layers.1")], [sync(True)])
+    assert deferred_of(shardplan, *strategy(tmp_path, **one_waits)) == (LAYER * 2, 1)
+    all_but_one = micro_batches([sync(False), sync(True, "layers.1")], [], [sync(True)])
+    assert deferred_of(shardplan, *strategy(tmp_path, **all_but_one)) == (2 * LAYER * 2, 2)
+
+
+def test_half_reduced_gradients_wait(shardplan, tmp_path):
+    """HSDP: reduced over the shards' ranks, they wait to be added across replicas. Likewise within a node."""
+    reduces = {"call": "module", "method": "set_requires_all_reduce", "module": ""}
+    late = micro_batches([{**reduces, "value": False}], [{**reduces, "value": True}])
+    mesh = {"mesh": [{"name": "replicate", "size": 2}, {"name": "shard", "size": 4}]}
+    assert deferred_of(shardplan, *strategy(tmp_path, **late, **mesh)) == (3 * LAYER * 2 // 4, 3)
+
+
+def test_the_report_has_the_same(shardplan, tmp_path):
+    plan, report = tmp_path / "plan.json", tmp_path / "report.json"
+    for more, wanted in (((), None), (("--no-sync",), 3 * LAYER * 2)):
+        made = shardplan("plan", TRACE, "--cluster", "h100_sxm_8", "--accumulate", "2", *more, "-q", "-o", plan)
+        assert made.returncode == 0, made.stderr
+        assert shardplan("simulate", plan, "--report", report, "-q").returncode == 0
+        assert json.loads(report.read_text())["memory"].get("deferred_gradient_bytes") == wanted
+
+
 def test_what_does_not_fit_exits_1(shardplan, plan, tmp_path):
     cluster = json.loads((ROOT / "tools" / "clusters" / "h100_sxm_8.json").read_text())
     cluster["device"]["memory_bytes"] = cluster["device"]["context_bytes"] + (1 << 20)

@@ -8,6 +8,7 @@
 #include "flags/file_flag.h"
 #include "flags/memory_budget.h"
 #include "memory_input.h"
+#include "shardplan/simulator/deferred_gradients.h"
 #include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/memory_page.h"
 #include "shardplan/simulator/memory_rows.h"
@@ -85,6 +86,7 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
                                                        .kernel_temporaries = kernels}),
                                  plan->steady_step);
   if (rows.rows.empty()) return MakeError(ErrorCode::kBadInput, "the plan has no step");
+  const DeferredGradients deferred = DeferredGradientsOf(*plan, plan->steady_step);
   std::optional<ReservedMemory> map;
   std::optional<SteadyReserved> steady;
   const Result<FitOptions> fit_options = FitOptionsOf(options);
@@ -106,13 +108,13 @@ Status RunMemory(const MemoryArguments& options, bool& fits) {
   fits = fit->Fits(true);
   fit->reserved_bytes = ReservedToShow(*plan, *fit_options, *fit);
   if (!options.rows.empty()) {
-    const std::string text = RowsJson(*plan, rows, steady ? &*steady : nullptr);
+    const std::string text = RowsJson(*plan, rows, deferred, steady ? &*steady : nullptr);
     if (Status written = WriteAndSay(options.rows, text, options.quiet); !written) return written;
   }
   if (Status written = WritePages(options, *plan, drawn, map ? &*map : nullptr); !written) return written;
   if (!HasTable(options)) return {};
   const std::string why = fits ? std::string() : WhyNoRanksFit(*plan, *fit_options);
-  std::string text = MemoryTable(*plan, rows, *fit, why);
+  std::string text = MemoryTable(*plan, rows, deferred, *fit, why);
   if (steady) {
     const MemoryHistory& history = steady->history;  // what is compared passes the same steps
     std::vector<SettingsTrial> trials;

@@ -83,6 +83,14 @@ Bytes BesideBytes(const Plan& plan, bool at_peak) {
          (at_peak ? unmanaged.gradient_bytes : Bytes{});
 }
 
+std::string DeferredText(const Plan& plan, const DeferredGradients& deferred) {
+  if (deferred.peak_bytes.value == 0) return {};
+  return fmt::format(
+      "gradients that wait for their reduction: at most {} bytes, {:.3f} GiB, of {} unit{}, since {}\n",
+      deferred.peak_bytes.value, Gib(deferred.peak_bytes), deferred.units, deferred.units == 1 ? "" : "s",
+      Printable(PointText(plan, deferred.at)));
+}
+
 std::string FitText(const Plan& plan, const DeviceFit& fit, std::string_view why) {
   if (!fit.budget_bytes) return {};
   const Device& device = plan.cluster.device;
@@ -98,8 +106,8 @@ std::string FitText(const Plan& plan, const DeviceFit& fit, std::string_view why
 
 }  // namespace
 
-std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const DeviceFit& fit,
-                        std::string_view why) {
+std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const DeferredGradients& deferred,
+                        const DeviceFit& fit, std::string_view why) {
   const MemoryPeak& peak = rows.peak;
   const MemoryRow& end = rows.rows.back();
   std::string text = fmt::format("{:<28} {:>18} {:>10}   {:>18} {:>10}\n", "category", "at the peak, bytes",
@@ -112,7 +120,7 @@ std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const DeviceFi
   text += fmt::format("peak in the {}", Printable(peak.phase));
   if (peak.unit >= 0) text += fmt::format(", {}", Printable(UnitText(plan, peak.unit)));
   if (!peak.allocation.empty()) text += fmt::format(", at the allocation of {}", Printable(peak.allocation));
-  text += "\n\noutside of it\n";
+  text += "\n" + DeferredText(plan, deferred) + "\noutside of it\n";
   const Device& device = plan.cluster.device;
   if (device.context_bytes.value > 0) text += Row("cuda_context", device.context_bytes, device.context_bytes);
   for (const Communicator& communicator : plan.communicators) {
@@ -162,7 +170,8 @@ Json AllocatorEnd(const SteadyReserved& allocator) {
 
 }  // namespace
 
-std::string RowsJson(const Plan& plan, const MemoryRows& rows, const SteadyReserved* allocator) {
+std::string RowsJson(const Plan& plan, const MemoryRows& rows, const DeferredGradients& deferred,
+                     const SteadyReserved* allocator) {
   const MemoryPeak& peak = rows.peak;
   Json json = {{"categories", MemoryCategories()},
                {"peak",
@@ -172,6 +181,11 @@ std::string RowsJson(const Plan& plan, const MemoryRows& rows, const SteadyReser
                  {"unit", UnitText(plan, peak.unit)},
                  {"allocation", peak.allocation}}},
                {"rows", Json::array()}};
+  if (deferred.peak_bytes.value > 0) {
+    json["deferred_gradients"] = {{"peak_bytes", deferred.peak_bytes.value},
+                                  {"units", deferred.units},
+                                  {"at", PointText(plan, deferred.at)}};
+  }
   for (std::size_t r = 0; r < rows.rows.size(); ++r) {
     const MemoryRow& row = rows.rows[r];
     Json entry = {{"event", row.event},

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "shardplan/schemas/plan.h"
+#include "shardplan/simulator/deferred_gradients.h"
 #include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/memory_explanation.h"
 #include "shardplan/simulator/memory_rows.h"
@@ -16,12 +17,14 @@ namespace shardplan::cli {
 // Bytes by category at the peak and between steps, where the peak is, and what lies outside of it: context,
 // NCCL's buffers per communicator, parameters of no unit, and whether it fits (where a budget is known).
 // `why`: WhyNoRanksFit.
-std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const DeviceFit& fit, std::string_view why);
+std::string MemoryTable(const Plan& plan, const MemoryRows& rows, const DeferredGradients& deferred,
+                        const DeviceFit& fit, std::string_view why);
 
 // {"categories": [...], "peak": {...}, "rows": [{"event", "unit", "microbatch", "total_bytes",
 // "by_category"}...]}
 // `allocator`: with its statistics at each row; null: without.
-std::string RowsJson(const Plan& plan, const MemoryRows& rows, const SteadyReserved* allocator);
+std::string RowsJson(const Plan& plan, const MemoryRows& rows, const DeferredGradients& deferred,
+                     const SteadyReserved* allocator);
 
 // Reserved peak, fragmentation, and what other settings of the allocator would save. `fit` is of `reserved`;
 // `at_once_bytes` is reserved with Completion::kAtOnce.

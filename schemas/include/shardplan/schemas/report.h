@@ -59,6 +59,7 @@ struct MemoryReport {
   Bytes reserved_bytes;             // its peak; out of memory: of a device without end
   std::int64_t cache_releases = 0;  // requests that released the cache first: each synchronises
   bool fits = true;                 // it never runs out of memory
+  Bytes deferred_gradient_bytes;    // the most that gradients that wait for their reduction take
   // Host memory of this rank: what is offloaded. Zero and empty without.
   Bytes host_peak_bytes;  // pinned allocations as the next power of two
   std::string host_peak_at;
