@@ -15,6 +15,9 @@ import sys
 from equivalence_models import ROOT, build, inputs_of, loss_of, register_forward_methods
 
 
+OPTIMIZERS = {"adamw": {"kind": "adamw"}, "sgd": {"kind": "sgd", "momentum": True}}  # as equivalence.py trains with them
+
+
 def trace_key(case) -> str:
     return json.dumps([case.model, case.arguments, case.groups, compute_dtype(case)], sort_keys=True, default=list)
 
@@ -49,7 +52,8 @@ def cluster(folder: pathlib.Path, ranks: int) -> pathlib.Path:
 def plan(case, trace_path: pathlib.Path, folder: pathlib.Path) -> str:
     """The plan's path, or what `shardplan plan` says against it."""
     strategy = folder / f"{case.name}.strategy.json"
-    strategy.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", **case.strategy}))
+    document = {"schema": "shardplan.strategy/1", "policy": "fsdp2", "optimizer": OPTIMIZERS[case.optimizer], **case.strategy}
+    strategy.write_text(json.dumps(document))
     output = folder / f"{case.name}.plan.json"
     command = [
         pathlib.Path(os.environ["SHARDPLAN_BUILD"], "bin", "shardplan"),
