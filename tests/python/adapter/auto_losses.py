@@ -15,40 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from adapter_workers import DEVICE
+from chunked_losses import Body, GivenGradient
 from equivalence import largest_difference, local
 from torch.distributed.fsdp import fully_shard
 
 import shardplan.torch as sp
 
 STEPS = 4
-
-
-class _GivenGradient(torch.autograd.Function):
-    """A loss whose gradient of the hidden states is there already."""
-
-    @staticmethod
-    def forward(ctx, hidden, gradient, loss):
-        ctx.save_for_backward(gradient)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, outer):
-        return ctx.saved_tensors[0] * outer, None, None
-
-
-class _Body(nn.Module):
-    """The loss calls its head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Linear(8, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
 
 
 def _in_chunks(model: nn.Module, hidden: torch.Tensor, sets: bool) -> torch.Tensor:
@@ -71,12 +44,12 @@ def _in_chunks(model: nn.Module, hidden: torch.Tensor, sets: bool) -> torch.Tens
         head.set_reshard_after_backward(True)
         head.set_requires_gradient_sync(True, recurse=False)
         head.reshard()
-    return _GivenGradient.apply(hidden, torch.cat(gradients), total)
+    return GivenGradient.apply(hidden, torch.cat(gradients), total)
 
 
 def traced(batch: int, seq: int) -> tuple:
     """What `shardplan trace` calls."""
-    model = _Body()
+    model = Body()
     return model, (torch.zeros(4, 8),), lambda hidden: _in_chunks(model, hidden, sets=False)
 
 
@@ -102,7 +75,7 @@ def _plan(folder: pathlib.Path) -> str:
 def _trained(mark: Callable, root: Callable, sets: bool) -> dict[str, torch.Tensor]:
     """Losses, gradients and parameters of every step."""
     torch.manual_seed(2)
-    model = _Body().to(DEVICE)
+    model = Body().to(DEVICE)
     for layer in [*model.layers, model.head]:
         mark(layer)
     root(model)

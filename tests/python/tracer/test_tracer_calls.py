@@ -5,39 +5,13 @@ import json
 
 import pytest
 import torch
-from torch import nn
+from chunked_losses import Body, GivenGradient
 from torch.utils.checkpoint import checkpoint
 from tracer_support import events_of, fqn_of, order_on_real_tensors
 
 from shardplan.tracer import document
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.session import Options, trace_module
-
-
-class Body(nn.Module):
-    """The loss calls its head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.layers = nn.Linear(8, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
-
-
-class Given(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, gradient, loss):
-        ctx.save_for_backward(gradient)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, outer):
-        return ctx.saved_tensors[0] * outer, None, None
 
 
 def in_chunks(model, count, of_chunk=lambda head, chunk: head(chunk).square().mean()):
@@ -48,7 +22,7 @@ def in_chunks(model, count, of_chunk=lambda head, chunk: head(chunk).square().me
             part.backward()
             total = total + part.detach()
             gradients.append(chunk.grad)
-        return Given.apply(hidden, torch.cat(gradients), total)
+        return GivenGradient.apply(hidden, torch.cat(gradients), total)
 
     return loss
 

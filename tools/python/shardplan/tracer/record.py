@@ -143,7 +143,8 @@ def _record_once(
 
 def _record_passes(step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress, keep_nothing: bool) -> tuple[dict, bool]:
     tree = step.tree
-    recorder = Recorder(answers, [entry["fqn"] for entry in tree.modules], step.kernels_of, compiles=bool(tree.compiled))
+    fqns = [entry["fqn"] for entry in tree.modules]
+    recorder = Recorder(answers, fqns, step.kernels_of, compiles=bool(tree.compiled))
     owners = _owners(tree)
     for parameter, parameter_id in tree.parameter_ids.items():
         recorder.add_parameter(parameter, parameter_id, owners[parameter_id])
@@ -153,7 +154,7 @@ def _record_passes(step: Step, mark_inputs: bool, answers: Answers | None, progr
         storage = recorder.record_of(buffer)
         buffers.append({**entry, "storage": storage.id if storage is not None else recorder.add_resident(buffer)})
     hooks = ModuleHooks(recorder, tree, mark_inputs)
-    calls = Calls(step.module, recorder, hooks, [entry["fqn"] for entry in tree.modules], keep_nothing, step.loss_apart)
+    calls = Calls(step.module, recorder, hooks, fqns, keep_nothing, step.loss_apart)
     with _no_garbage_collection(), recorder:
         try:
             for group in step.groups:
