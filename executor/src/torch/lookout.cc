@@ -2,6 +2,7 @@
 #include "torch/lookout.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 namespace shardplan::executor {
@@ -41,6 +42,26 @@ void Lookout::Run() {
     waiting_->pause = std::min(2 * waiting_->pause, longest_);
     waiting_->next = std::chrono::steady_clock::now() + waiting_->pause;
   }
+}
+
+// A work may end between a wait that was too short and the question whether it has: only a second wait tells
+// the end of the wait from a failure of the work.
+std::optional<std::string> WaitAndLook(c10d::Work& work, std::chrono::milliseconds timeout,
+                                       std::chrono::milliseconds first, std::chrono::milliseconds longest,
+                                       const std::function<std::optional<std::string>()>& look) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  for (auto slice = first; std::chrono::steady_clock::now() + slice < deadline;
+       slice = std::min(2 * slice, longest)) {
+    try {
+      work.wait(slice);
+      return std::nullopt;
+    } catch (const std::exception&) {
+      if (work.isCompleted()) break;
+    }
+    if (std::optional<std::string> found = look()) return found;
+  }
+  work.wait(first);
+  return std::nullopt;
 }
 
 }  // namespace shardplan::executor

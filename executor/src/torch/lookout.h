@@ -3,6 +3,8 @@
 //
 // Gloo's reduce_scatter neither says that it is done before it is waited for, nor ends its wait in time. So
 // the wait goes on until a connection closes or Gloo gives up; why it was in vain is known, and told, before.
+//
+// WaitAndLook: a wait that can be divided.
 #pragma once
 
 #include <chrono>
@@ -13,6 +15,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "shardplan/executor/collectives.h"
 
@@ -51,5 +54,12 @@ class Lookout {
   std::condition_variable changed_;
   std::thread thread_;  // from the first wait on
 };
+
+// Waits for `work`, and looks after `first`, then after twice as long each time, at most `longest`, whether
+// it is in vain: what `look` found, if anything. Throws what the work throws, and what it says of a wait that
+// was too short once `timeout` is over.
+std::optional<std::string> WaitAndLook(c10d::Work& work, std::chrono::milliseconds timeout,
+                                       std::chrono::milliseconds first, std::chrono::milliseconds longest,
+                                       const std::function<std::optional<std::string>()>& look);
 
 }  // namespace shardplan::executor

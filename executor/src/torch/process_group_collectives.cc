@@ -209,18 +209,9 @@ std::optional<std::string> ProcessGroupCollectives::WhyInVain(CollectiveId id, s
 void ProcessGroupCollectives::Wait(const PendingCollective& pending) {
   if (!options_.ways) return (void)pending.work->wait(options_.timeout);
   if (prepared_[pending.collective].spec.kind == CollectiveKind::kReduceScatter) return WaitAtOnce(pending);
-  const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
-  for (auto slice = kFirstLook; std::chrono::steady_clock::now() + slice < deadline;
-       slice = std::min(2 * slice, kLooks)) {
-    try {
-      pending.work->wait(slice);
-      return;
-    } catch (const std::exception&) {
-      if (pending.work->isCompleted()) throw;
-    }
-    if (const auto why = WhyInVain(pending.collective, pending.sequence)) throw InVain(*why);
-  }
-  pending.work->wait(kFirstLook);
+  const auto why = WaitAndLook(*pending.work, options_.timeout, kFirstLook, kLooks,
+                               [&] { return WhyInVain(pending.collective, pending.sequence); });
+  if (why) throw InVain(*why);
 }
 
 void ProcessGroupCollectives::WaitAtOnce(const PendingCollective& pending) {
