@@ -44,8 +44,8 @@ RewrittenTrace Shared(std::optional<Trace> trace) {
 // What cannot be planned because of the model is not our bug.
 Error OfTheModel(const Task& task, const Made& made, Error error) {
   if (error.code != ErrorCode::kInternal) return error;
-  const auto unit = UnitWithUnseenBackward(TraceOf(task, made), *made.units.index, made.units.partition);
-  return unit ? UnseenBackward(made.units.partition, *unit) : error;
+  const auto unseen = FindUnseenBackward(TraceOf(task, made), *made.units.index, made.units.partition);
+  return unseen ? ErrorOf(*unseen, TraceOf(task, made), made.units.partition) : error;
 }
 
 // An altered trace and a training loop that nobody can run end here, and so would a bug of the planner: which
@@ -188,9 +188,9 @@ Result<std::vector<std::string>> RunVerify(const Task& task, Made& made) {
   const Result<std::vector<FoundFault>> found = CarryFaults(made.plan, made.possible_faults);
   if (found) return Explain(made.plan, *found);
   const auto not_gathered = [](const Violation& v) { return v.rule == Rule::kUseBeforeUnshard; };
-  const auto unit = UnitWithUnseenBackward(TraceOf(task, made), *made.units.index, made.units.partition);
-  if (unit && std::ranges::any_of(Verify(made.plan), not_gathered)) {
-    return std::unexpected(UnseenBackward(made.units.partition, *unit));
+  const auto unseen = FindUnseenBackward(TraceOf(task, made), *made.units.index, made.units.partition);
+  if (unseen && std::ranges::any_of(Verify(made.plan), not_gathered)) {
+    return std::unexpected(ErrorOf(*unseen, TraceOf(task, made), made.units.partition));
   }
   return std::unexpected(DoesNotVerify(task, made, found.error()));
 }

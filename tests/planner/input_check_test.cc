@@ -274,7 +274,7 @@ std::vector<BadTrace> BadTraces() {
       {[](Trace& trace) {
          trace.calls = {TracedBackward{0}, TracedForward{0}};
        },
-       {"calls in no order", "/backwards/0/forwards/0", "no call before has run this forward"}},
+       {"calls in no order", "/calls/0", "covers a forward that no call before it runs"}},
       {[](Trace& trace) { trace.backwards[0].forwards.clear(); },
        {"none", "/backwards/0/forwards", "covers a"}},
   };

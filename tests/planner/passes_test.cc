@@ -5,6 +5,7 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/trace_check.h"
 #include "tests/planner/planned.h"
 #include "tests/planner/synthetic.h"
 
@@ -74,6 +75,33 @@ TEST(PassesTest, AUnitWhoseBackwardIsNotSeenIsRefusedByName) {
     const Result<PlannerOutput> kept = MakePlan(trace, strategy, ClusterOf(2));
     EXPECT_TRUE(kept) << layer << ": " << ToString(kept.error());
   }
+}
+
+// A loss that calls a module inside of the root by itself, and runs it backward.
+TEST(PassesTest, AModuleThatIsCalledByItselfIsToBeAUnit) {
+  Trace trace = LayeredTrace(3, 8, 8, 16);
+  const auto is_of = [&](ModuleId module) {
+    const std::string& fqn = trace.modules[module].fqn;
+    return fqn == "layers.0" || fqn.starts_with("layers.0.");
+  };
+  const auto keep = [&](const TraceEvent& event) {
+    const auto* enter = std::get_if<EnterEvent>(&event);
+    const auto* exit = std::get_if<ExitEvent>(&event);
+    return enter != nullptr ? is_of(enter->module) : exit == nullptr || is_of(exit->module);
+  };
+  std::erase_if(trace.forwards[0].events, [&](const TraceEvent& event) { return !keep(event); });
+  std::erase_if(trace.backwards[0].events, [&](const TraceEvent& event) {
+    const auto* ready = std::get_if<OutputGradReadyEvent>(&event);
+    const auto* done = std::get_if<InputsGradDoneEvent>(&event);
+    return (ready != nullptr && !is_of(ready->module)) || (done != nullptr && !is_of(done->module));
+  });
+  ASSERT_TRUE(CheckTrace(trace)) << ToString(CheckTrace(trace).error());
+  const Result<PlannerOutput> refused =
+      MakePlan(trace, {.policy = "fsdp1", .units = {{.modules = {""}}}}, ClusterOf(2));
+  ASSERT_FALSE(refused);
+  EXPECT_EQ(refused.error().code, ErrorCode::kBadInput) << ToString(refused.error());
+  EXPECT_THAT(refused.error().message, HasSubstr("does not call the unit's module"));
+  EXPECT_THAT(refused.error().message, HasSubstr("--unit"));
 }
 
 TEST(PassesTest, ATieIsSplitInTheTraceThatIsHandedOn) {

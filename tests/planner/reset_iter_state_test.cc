@@ -137,8 +137,9 @@ TEST(ResetIterStateTest, APassThatRaisedIsFollowedByIt) {
       PlanOf(trace, strategy, {{ForwardCall{.trace = 1}, ForwardCall{}, BackwardCall{}}});
   ASSERT_FALSE(plan);
   EXPECT_EQ(plan.error().code, ErrorCode::kBadInput);
-  EXPECT_EQ(plan.error().pointer, "/program/0/1");
-  EXPECT_THAT(plan.error().message, HasSubstr("abandoned"));
+  EXPECT_EQ(plan.error().pointer, "/forwards/1/abandoned");
+  EXPECT_THAT(plan.error().message, HasSubstr("call 1 of step 0"));
+  EXPECT_THAT(plan.error().expected, HasSubstr("reset_iter_state"));
 }
 
 TEST(ResetIterStateTest, IsOfTheRoot) {

@@ -50,6 +50,8 @@ void Progress(bool quiet, std::string_view text) {
   if (!quiet) PrintError(fmt::format("shardplan: {}\n", Printable(text)));
 }
 
+void Warn(std::string_view text) { PrintError(fmt::format("shardplan: {}\n", PrintableLines(text))); }
+
 Status WriteOutput(const std::string& path, std::string_view bytes) {
   return path == "-" ? WriteStandardOutput(bytes) : WriteFileAtomically(path, bytes);
 }

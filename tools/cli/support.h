@@ -23,6 +23,9 @@ int Fail(const Error& error);
 // A line of progress on stderr, "shardplan: <text>". Nothing when `quiet`.
 void Progress(bool quiet, std::string_view text);
 
+// What is said even with --quiet, "shardplan: <text>", in as many lines as it has.
+void Warn(std::string_view text);
+
 // Writes a document to a file atomically, or to stdout for "-".
 Status WriteOutput(const std::string& path, std::string_view bytes);
 Status WriteOutput(const std::string& path, const TextInPieces& text);

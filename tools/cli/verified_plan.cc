@@ -7,6 +7,7 @@
 #include "flags/cluster_choice.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/known_faults.h"
+#include "shardplan/schemas/printable.h"
 #include "support.h"
 
 namespace shardplan::cli {
@@ -26,8 +27,8 @@ Status VerifyForUse(const std::string& path, const Plan& plan, bool no_verify) {
     return std::unexpected(std::move(warnings.error()));
   }
   for (const std::string& warning : *warnings) {
-    Progress(false,
-             fmt::format("warning: {}: the plan has a fault because PyTorch has it: {}", path, warning));
+    Warn(fmt::format("warning: {}: the plan has a fault because PyTorch has it: {}", Printable(path),
+                     warning));
   }
   return {};
 }

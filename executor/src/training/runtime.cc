@@ -351,6 +351,7 @@ void Runtime::PreBackward(UnitId unit, std::int64_t run) {
 }
 
 void Runtime::PostBackward(UnitId unit) {
+  if (units_[unit].flat && !fallback_.active() && MissesPostBackward(unit)) return;
   units_[unit].in_backward = false;
   groups_.InBackward(unit);
   Pass(TriggerKind::kPostBackward, unit);

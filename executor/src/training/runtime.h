@@ -258,6 +258,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   bool ReducesAll() const;
   void CheckIsNoMicrobatch();
   Status BindFlatViews(UnitId unit, BufferId buffer);
+  bool MissesPostBackward(UnitId unit) const;
   Status TakeFlatGradients(UnitId unit, BufferId buffer);
   bool AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradients);
   std::span<const std::int32_t> ParametersOf(BufferId buffer) const { return buffer_parameters_[buffer]; }

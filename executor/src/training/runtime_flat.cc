@@ -99,6 +99,19 @@ Status Runtime::TakeFlatGradients(UnitId unit, BufferId buffer) {
   return device_->SetParts(buffer, std::move(parts));
 }
 
+// FSDP1's hook is on the gradient of an earlier use: the plan has no post_backward in this backward, and its
+// end takes what has arrived.
+bool Runtime::MissesPostBackward(UnitId unit) const {
+  PlanPosition at = order_.NextHooked(Position());
+  for (; order_.At(at).kind != TriggerKind::kBackwardEnd; at = order_.After(at)) {
+    const Trigger& trigger = order_.At(at);
+    if (trigger.kind == TriggerKind::kPostBackward && trigger.unit == unit) return false;
+    if (trigger.kind == TriggerKind::kStepEnd) return false;
+  }
+  const auto is_of_unit = [&](BufferId buffer) { return plan_->buffers[buffer].unit == unit; };
+  return std::ranges::any_of(order_.GradientsTakenAt(at), is_of_unit);
+}
+
 // To the gradient that an earlier backward left unreduced, which the plan is to add this backward's to.
 bool Runtime::AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradients) {
   const auto holds = [&](const Buffer& buffer) {

@@ -45,14 +45,21 @@ class Recorder {
     grad_enabled_ = training_ = true;
     for (std::size_t c = 0; c < program.size(); ++c) {
       pointer_ = fmt::format("/program/{}/{}", step, c);
-      if (std::exchange(is_abandoned_, false) && !Resets(program[c])) {
-        return MakeInputError(pointer_,
-                              "the pass before is abandoned, and the state of FSDP that of its middle", {},
-                              std::string(kReset));
+      if (!abandoned_.empty() && !Resets(program[c])) {
+        return MakeInputError(
+            abandoned_,
+            fmt::format(
+                "the pass raised in its middle, where it left FSDP's state, and call {} of step {} of "
+                "the strategy's program comes behind it",
+                c, step),
+            "another call", fmt::format("a call of {}", kReset));
       }
+      abandoned_.clear();
       Status status = std::visit([&](const auto& call) { return Call(call); }, program[c]);
       if (!status) return std::unexpected(status.error());
-      is_abandoned_ = IsPass(program[c]) && pass_->abandoned;
+      if (IsPass(program[c]) && pass_->abandoned) {
+        abandoned_ = fmt::format("/{}/{}/abandoned", in_backward_ ? "backwards" : "forwards", pass_index_);
+      }
     }
     return std::move(step_);
   }
@@ -88,7 +95,7 @@ class Recorder {
     training_ = call.training.value_or(grad_enabled_);
     forwards_.assign(1, {.name = "forward"});
     const auto is_run_before = [&](const auto& hook) {
-      return std::get<0>(hook.first) == microbatch_ && std::get<1>(hook.first) == Run(call.trace);
+      return std::get<0>(hook.first) == microbatch_ && std::get<1>(hook.first) == run_;
     };
     std::erase_if(input_hooks_, is_run_before);
     std::erase_if(output_hooks_, is_run_before);
@@ -122,7 +129,7 @@ class Recorder {
     Cut(position);
     PushOfAll(HookPointKind::kPreForward, unit);
     if (grad_enabled_ && entered.registers_inputs) {
-      input_hooks_[{microbatch_, Run(pass_index_), module, occurrence}] = unit;
+      input_hooks_[{microbatch_, run_, module, occurrence}] = unit;
     }
     if (!entered.begins) return;
     forwards_.push_back({"forward " + UnitName(unit), SegmentPhase::kForward, unit});
@@ -167,7 +174,7 @@ class Recorder {
     post_forwards_[unit] = {event.grad_enabled, event.outputs_require_grad};
     RepeatForOtherGroups(unit);
     if (grad_enabled_) {
-      std::vector<UnitId>& hooks = output_hooks_[{microbatch_, Run(pass_index_), module, occurrence}];
+      std::vector<UnitId>& hooks = output_hooks_[{microbatch_, run_, module, occurrence}];
       hooks = {unit};
       hooks.insert(hooks.end(), completed.begin(), completed.end());
     }
@@ -203,6 +210,7 @@ class Recorder {
     begin.range = {.backward = true, .pass = call.trace};
     for (std::size_t f = 0; f < pass_->forwards.size(); ++f) {
       begin.microbatches.push_back(MicrobatchOf(call.microbatches, static_cast<std::int32_t>(f)));
+      begin.runs.push_back(Run(pass_->forwards[f]));
     }
     for (std::size_t i = 0; i < pass_->events.size(); ++i) {
       push_engine_events(static_cast<std::int32_t>(i));
@@ -218,6 +226,7 @@ class Recorder {
   void InForward(const BackwardCall& call, std::int32_t forward) {
     microbatch_ = MicrobatchOf(call.microbatches, forward);
     forward_ = forward;
+    run_ = Run(pass_->forwards[static_cast<std::size_t>(forward)]);
   }
 
   void EndBackward(std::int32_t position) {
@@ -356,6 +365,7 @@ class Recorder {
     pass_index_ = pass;
     microbatch_ = microbatch;
     forward_ = 0;
+    run_ = Run(backward ? pass_->forwards.front() : pass);
     segment_begin_ = 0;
     place_ = std::move(place);
     engine_done_ = false;
@@ -369,8 +379,7 @@ class Recorder {
 
   // Of the forward that the backward is in.
   ModuleRun RunOf(ModuleId module, std::int32_t occurrence) const {
-    const auto forward = static_cast<std::size_t>(forward_);
-    return {microbatch_, Run(pass_->forwards[forward]), index_.canonical[module], occurrence};
+    return {microbatch_, run_, index_.canonical[module], occurrence};
   }
 
   // Everything since the last cut is one segment.
@@ -404,6 +413,7 @@ class Recorder {
     step_.events.push_back({.kind = kind,
                             .unit = unit,
                             .microbatch = microbatch_,
+                            .run = run_,
                             .grad_enabled = grad_enabled_,
                             .training = training_});
     return step_.events.back();
@@ -422,11 +432,12 @@ class Recorder {
   std::int32_t pass_index_ = -1;
   std::int32_t microbatch_ = 0;
   std::int32_t forward_ = 0;  // that the backward covers
+  std::int32_t run_ = 0;      // HookPoint::run
   std::int32_t segment_begin_ = 0;
   Place place_;
   Place backward_;                     // around a recomputation
   bool engine_done_ = false;           // the backward has passed its end
-  bool is_abandoned_ = false;          // the pass before the call
+  std::string abandoned_;              // the pass before the call, where it is
   std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
   bool outermost_is_hooked_ = false;
   std::set<UnitId> in_backward_units_;  // between their pre-backward and their post-backward

@@ -9,13 +9,20 @@
 
 namespace shardplan {
 
+struct UnseenBackward {
+  UnitId unit = -1;
+  ParameterId parameter = -1;  // the first that gets a gradient
+  bool is_called = true;       // a forward that the backward covers calls the unit's module
+};
+
 // The first unit whose parameters get gradients in a backward although no gradient of an output of it has
-// come before. Its outputs are in a container that pytree does not look into, or torch.utils.checkpoint with
-// use_reentrant=True ran it without gradients: there is no pre_backward at which it could be gathered.
-std::optional<UnitId> UnitWithUnseenBackward(const Trace& trace, const ModelIndex& index,
-                                             const Partition& partition);
+// come before. Its outputs are in a container that pytree does not look into, torch.utils.checkpoint with
+// use_reentrant=True ran it without gradients, or a module inside of it was called by itself: there is no
+// pre_backward at which it could be gathered.
+std::optional<UnseenBackward> FindUnseenBackward(const Trace& trace, const ModelIndex& index,
+                                                 const Partition& partition);
 
 // kBadInput, with the ways out.
-Error UnseenBackward(const Partition& partition, UnitId unit);
+Error ErrorOf(const UnseenBackward& unseen, const Trace& trace, const Partition& partition);
 
 }  // namespace shardplan

@@ -35,8 +35,9 @@ class Units {
   // accelerate's FullyShardedDataParallelPlugin with TRANSFORMER_BASED_WRAP, which is its default of a job on
   // transformers' models. FSDP2: utils/fsdp_utils.py, fsdp2_prepare_model. FSDP1: the classes in
   // _no_split_modules.
-  Result<std::vector<UnitRule>> Accelerate(bool layers) const {
-    if (Status told = CheckParts("accelerate"); !told) return std::unexpected(told.error());
+  // `asks`: the framework that is told which modules these are.
+  Result<std::vector<UnitRule>> Accelerate(std::string_view asks, bool layers) const {
+    if (Status told = CheckParts(asks); !told) return std::unexpected(told.error());
     std::vector<UnitRule> units;
     std::set<std::string> wrapped;
     if (layers) AddLayers("", units, wrapped);
@@ -98,7 +99,7 @@ class Units {
   // peft/utils/other.py, fsdp_auto_wrap_policy: an FSDP1 policy of the layers, prompt encoders and leaves
   // whose weight is trained. accelerate takes no policy of that kind under FSDP2: it wraps no layers then.
   Result<std::vector<UnitRule>> Peft() const {
-    if (strategy_.policy != "fsdp1") return Accelerate(false);
+    if (strategy_.policy != "fsdp1") return Accelerate("peft", false);
     if (Status told = CheckParts("peft"); !told) return std::unexpected(told.error());
     std::vector<UnitRule> units;
     for (const Module* module : first_) {
@@ -185,7 +186,7 @@ std::span<const std::string_view> FrameworksWithUnits() { return kFrameworks; }
 Result<std::vector<UnitRule>> UnitsOfFramework(std::string_view framework, const Trace& trace,
                                                const Strategy& strategy) {
   const Units units(trace, strategy);
-  if (framework == "accelerate") return units.Accelerate(true);
+  if (framework == "accelerate") return units.Accelerate("accelerate", true);
   if (framework == "peft") return units.Peft();
   if (framework == "torchtitan") {
     if (strategy.policy == "fsdp1")

@@ -89,6 +89,7 @@ class PassesCheck {
           forward != nullptr ? forward->forward : std::get<TracedBackward>(trace_.calls[c]).backward;
       std::size_t& next = forward != nullptr ? forwards : backwards;
       if (std::cmp_not_equal(pass, next)) return WrongCall(fmt::format("/calls/{}/1", c), pass, next);
+      call_ = fmt::format("/calls/{}", c);
       if (Status status = forward != nullptr ? CheckForward(next) : CheckBackward(next); !status)
         return status;
       ++next;
@@ -212,9 +213,11 @@ class PassesCheck {
       const std::int32_t f = pass_->forwards[k];
       const std::string pointer = fmt::format("{}/forwards/{}", list_, k);
       if (f < 0 || f >= std::ssize(left_)) {
-        return MakeInputError(pointer,
-                              in_order ? "no call before has run this forward" : "there is no such forward",
-                              fmt::format("{}", f), fmt::format("less than {}", left_.size()));
+        return in_order ? MakeInputError(call_, "the backward covers a forward that no call before it runs",
+                                         fmt::format("forward {}", f),
+                                         fmt::format("[\"forward\", {}] before it", f))
+                        : MakeInputError(pointer, "there is no such forward", fmt::format("{}", f),
+                                         fmt::format("less than {}", left_.size()));
       }
       if (in_order) continue;
       const std::unordered_set<StorageId>& left = left_[static_cast<std::size_t>(f)].alive;
@@ -379,6 +382,7 @@ class PassesCheck {
 
   // Of the pass that is walked over.
   std::string list_;  // its pointer
+  std::string call_;  // that of the call, where the trace lists calls
   std::size_t event_ = 0;
   const Pass* pass_ = nullptr;
   std::unordered_set<StorageId> born_here_;

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
 #include "documents/document_json.h"
 #include "documents/trace_fields.h"
 #include "json/tables.h"
@@ -23,6 +25,13 @@ template const JsonObjectType& JsonObjectTypeOf<RecomputeEnterEvent>();
 template const JsonObjectType& JsonObjectTypeOf<RecomputeExitEvent>();
 template const JsonObjectType& JsonObjectTypeOf<BackwardEndEvent>();
 template const JsonObjectType& JsonObjectTypeOf<ReleaseEvent>();
+
+bool IsPlaceInTrace(std::string_view pointer) {
+  if (!pointer.starts_with('/')) return false;
+  pointer.remove_prefix(1);
+  const std::span<const JsonField> fields = JsonObjectTypeOf<Trace>().fields;
+  return std::ranges::find(fields, pointer.substr(0, pointer.find('/')), &JsonField::name) != fields.end();
+}
 
 Result<Trace> TraceFromTape(const JsonTape& tape) {
   Result<Trace> trace = ReadDocumentAs<Trace>(tape, kTraceSchema);

@@ -229,7 +229,7 @@ JsonIndex JsonReader::FindTag(JsonIndex node, bool is_event, std::string_view& t
   JsonIndex tag_node = 0;
   if (is_event) {
     if (tape_[node].kind != JsonKind::kArray || tape_[node].size == 0) {
-      Wrong(node, "wrong type", "a list that starts with the kind of the event");
+      Wrong(node, "wrong type", "a list that starts with its kind");
       return 0;
     }
     tag_node = node + 1;

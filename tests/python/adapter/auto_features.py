@@ -441,7 +441,7 @@ def run(names: list[str], folder: str) -> dict[str, object]:
             elif name.startswith("dynamic:"):
                 results[name] = dynamic(name.removeprefix("dynamic:"))
             elif name.startswith("loss:"):
-                results[name] = backwards_inside_the_loss(name.removeprefix("loss:"), str(pathlib.Path(folder) / "loss"))
+                results[name] = backwards_inside_the_loss(name.removeprefix("loss:"), str(pathlib.Path(folder) / name.replace(":", "_")))
             elif name in ("other_order", "optimized"):
                 results[name] = globals()[name](str(pathlib.Path(folder) / name))
             else:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that call a unit several times, next to real FSDP2: in chunks, each with a backward of its own inside of the loss (torchtitan's), with the
-setters that it makes around them and without."""
+"""Losses that call a unit several times, next to real FSDP2 and FSDP1: in chunks, each with a backward of its own inside of the loss (torchtitan's),
+with the setters that it makes around them and without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import torch.nn as nn
 from adapter_workers import DEVICE
 from chunked_losses import Body, GivenGradient
 from equivalence import largest_difference, local
-from torch.distributed.fsdp import fully_shard
+from flat_equivalence import clean
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 
 import shardplan.torch as sp
 
@@ -53,8 +54,8 @@ def traced(batch: int, seq: int) -> tuple:
     return model, (torch.zeros(4, 8),), lambda hidden: _in_chunks(model, hidden, sets=False)
 
 
-def _plan(folder: pathlib.Path) -> str:
-    """Of the trace, by the commands; made by the first rank. The strategy has no program: the trace's calls are the step's."""
+def _plan(folder: pathlib.Path, *flags: str) -> str:
+    """Of the trace, by the commands with these flags; made by the first rank. The strategy has no program: the trace's calls are the step's."""
     trace, plan = folder / "chunks.trace.json", folder / "chunks.plan.json"
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ def _plan(folder: pathlib.Path) -> str:
         path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
         for command in (
             [sys.executable, "-m", "shardplan.tracer", "auto_losses:traced", "-o", str(trace), "-q"],
-            [str(program), "plan", str(trace), "--cluster", "h100", "--ranks", str(dist.get_world_size()), *units, "--optimizer", "sgd", "-q", "-o", str(plan)],
+            [str(program), "plan", str(trace), "--cluster", "h100", "--ranks", str(dist.get_world_size()), *units, "--optimizer", "sgd", *flags, "-q", "-o", str(plan)],
         ):
             done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
             if done.returncode != 0:
@@ -72,13 +73,17 @@ def _plan(folder: pathlib.Path) -> str:
     return str(plan)
 
 
-def _trained(mark: Callable, root: Callable, sets: bool) -> dict[str, torch.Tensor]:
-    """Losses, gradients and parameters of every step."""
+def _marked(mark: Callable, root: Callable) -> nn.Module:
     torch.manual_seed(2)
     model = Body().to(DEVICE)
     for layer in [*model.layers, model.head]:
         mark(layer)
     root(model)
+    return model
+
+
+def _trained(model: nn.Module, sets: bool) -> dict[str, torch.Tensor]:
+    """Losses, gradients and parameters of every step."""
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), {}
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -86,22 +91,46 @@ def _trained(mark: Callable, root: Callable, sets: bool) -> dict[str, torch.Tens
         loss.backward()
         seen[f"loss {step}"] = loss.detach()
         for fqn, parameter in model.named_parameters():
-            seen[f"gradient of {fqn} {step}"] = local(parameter.grad).clone()
+            gradient = torch.zeros(()) if parameter.grad is None else local(parameter.grad).clone()
+            seen[f"gradient of {clean(fqn)} {step}"] = gradient
         optimizer.step()
         optimizer.zero_grad()
-    return seen | {fqn: local(parameter).detach() for fqn, parameter in model.named_parameters()}
+    return seen | {clean(fqn): local(parameter).detach() for fqn, parameter in model.named_parameters()}
 
 
 def backwards_inside_the_loss(how: str, folder: str) -> tuple[float, str]:
     """how: under sp.auto "with" the setters around the chunks or "without", or by a "planned" step that must not deviate."""
-    theirs = _trained(fully_shard, fully_shard, how == "with")
+    if how.startswith("flat"):
+        return _flat(how == "flat_bf16", folder)
+    theirs = _trained(_marked(fully_shard, fully_shard), how == "with")
     if how == "planned":
         plan = _plan(pathlib.Path(folder))
-        return largest_difference(_trained(lambda layer: None, lambda model: sp.apply(model, plan), sets=False), theirs)
+        return largest_difference(_trained(_marked(lambda layer: None, lambda model: sp.apply(model, plan)), sets=False), theirs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of steps on demand
-        ours = _trained(sp.unit, lambda model: sp.auto(model, plans=None, quiet=True, optimizer="sgd"), how == "with")
+        model = _marked(sp.unit, lambda model: sp.auto(model, plans=None, quiet=True, optimizer="sgd"))
+        ours = _trained(model, how == "with")
     return largest_difference(ours, theirs)
 
 
-LOSSES = ("with", "without", "planned")
+def _flat(in_bf16: bool, folder: str) -> tuple[float, str]:
+    """By a plan and under FSDP1. In bf16 its hook is on the first chunk's gradient alone: the others' are not reduced, and the plan carries that."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16) if in_bf16 else None
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(module, use_orig_params=True, mixed_precision=precision, device_id=torch.device(DEVICE))
+
+    torch.manual_seed(2)
+    theirs = Body().to(DEVICE)
+    for index, layer in enumerate(theirs.layers):
+        theirs.layers[index] = wrapped(layer)
+    theirs.head = wrapped(theirs.head)
+    theirs = wrapped(theirs)
+    plan = _plan(pathlib.Path(folder), "--policy", "fsdp1", "--use-orig-params", *(["--param-dtype", "bfloat16"] if in_bf16 else []))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the fault that the plan carries
+        ours = _marked(lambda layer: None, lambda model: sp.apply(model, plan))
+    return largest_difference(_trained(ours, sets=False), _trained(theirs, sets=False))
+
+
+LOSSES = ("with", "without", "planned", "flat", "flat_bf16")

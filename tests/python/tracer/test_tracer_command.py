@@ -41,6 +41,8 @@ SMALL = {
     },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
         "model_type": "gpt2",
         "n_embd": 64,
         "n_head": 4,
@@ -364,7 +366,13 @@ BAD_CONFIGS = [
     ({"model_type": "llama"}, 'has no "architectures"'),
     ({"model_type": "llama", "architectures": []}, '"architectures" is []'),
     ({"model_type": "llamma", "architectures": ["LlammaForCausalLM"]}, '"llamma" is not known'),
-    ({"model_type": "llamma", "architectures": [5]}, 'nor is a class "5"'),
+    ({"model_type": "llama", "architectures": [5]}, '"architectures" is [5]'),
+    ({"model_type": "own", "architectures": ["OwnVL"], "text_config": {"model_type": "llamma"}}, 'nor is model type "llamma" of its "text_config"'),
+    ({"model_type": "own", "architectures": ["OwnVL"], "text_config": {"model_type": ["llama"]}}, 'nor is model type ["llama"] of its "text_config"'),
+    ("null", "holds null"),
+    ({**SMALL["llama"], "num_hidden_layers": -2}, '"num_hidden_layers" is -2; expected at least 1'),
+    ({**SMALL["gpt2"], "n_layer": 0}, '"n_layer" is 0; expected at least 1'),
+    ({**SMALL["mixtral"], "num_experts_per_tok": 9}, "the model failed with its own RuntimeError"),
     ({"model_type": "clip", "architectures": ["CLIPModel"]}, "CLIPModel"),
     ({**SMALL["llama"], "num_attention_heads": 7}, "LlamaConfig refuses the config"),
     ({**SMALL["llama"], "hidden_act": "no_such"}, "LlamaForCausalLM cannot be built: "),
@@ -378,6 +386,7 @@ def test_bad_configs_exit_3_and_say_what_was_expected(content, message, capsys, 
     assert cli.main([_config(tmp_path, content), "-q", "--seq", "4", "-o", str(tmp_path / "t.json")]) == 3
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1, error
+    assert error.startswith(f"shardplan trace: {tmp_path}"), error
 
 
 @pytest.mark.parametrize(

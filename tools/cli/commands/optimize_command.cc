@@ -263,9 +263,8 @@ Status RunOptimize(const OptimizeArguments& arguments) {
   options->on_progress = nullptr;  // and their bar
   options->on_variant = nullptr;
   if (!output) {
-    if (output.error().file.empty() && output.error().code == ErrorCode::kBadInput)
-      output.error().file = arguments.strategy.empty() ? arguments.traces.front() : arguments.strategy;
-    return std::unexpected(std::move(output.error()));
+    return std::unexpected(
+        WithDocument(std::move(output.error()), arguments.traces.front(), arguments.strategy));
   }
   if (Status s = WriteAll(arguments, *output); !s) return s;
   return prints ? PrintText(Text(*output)) : Status{};

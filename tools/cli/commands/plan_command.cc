@@ -77,11 +77,7 @@ Status RunSomePasses(const PlanArguments& options, const Trace& trace, const Giv
   plan_options.policy = given.policy();
   Result<PassOutput> made = RunPassesUntil(options.stop_after, trace, given.strategy, cluster, plan_options);
   if (!made) {
-    Error error = std::move(made.error());
-    if (error.file.empty() && error.code != ErrorCode::kUsage) {
-      error.file = options.strategy.empty() ? options.trace : options.strategy;
-    }
-    return std::unexpected(std::move(error));
+    return std::unexpected(WithDocument(std::move(made.error()), options.trace, options.strategy));
   }
   if (!options.dump) return {};
   return WriteAndSay(OutputOf(options), made->text, options.quiet, made->makes);
@@ -128,7 +124,7 @@ Status RunPlan(const PlanArguments& options) {
       PlanTrace(*trace, options.trace, *given, options.strategy, *cluster, plan_options);
   if (!planned) return std::unexpected(planned.error());
   for (const std::string& fault : planned->faults) {
-    Progress(false, fmt::format("the plan has a fault because PyTorch has it: {}", fault));
+    Warn(fmt::format("the plan has a fault because PyTorch has it: {}", fault));
   }
   const Plan& plan = planned->plan;
   if (Status written = WriteAndSay(OutputOf(options), plan, options.quiet); !written) return written;

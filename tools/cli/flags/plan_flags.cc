@@ -17,6 +17,7 @@
 #include "shardplan/schemas/printable.h"
 #include "shardplan/schemas/program.h"
 #include "shardplan/schemas/pytorch_version.h"
+#include "shardplan/schemas/trace_check.h"
 #include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan::cli {
@@ -353,14 +354,23 @@ Status ApplyTraceFlags(const PlanFlags& flags, const Trace& trace, const std::st
   return {};
 }
 
+Error WithDocument(Error error, const std::string& trace_path, const std::string& strategy_path) {
+  if (!error.file.empty() || error.code == ErrorCode::kUsage) return error;
+  const bool of_trace = error.pointer.empty() ? strategy_path.empty() : IsPlaceInTrace(error.pointer);
+  error.file = of_trace || strategy_path.empty() ? trace_path : strategy_path;
+  if (!of_trace && strategy_path.empty()) {
+    error.message = fmt::format("{} of the strategy that the flags make: {}",
+                                std::exchange(error.pointer, {}), error.message);
+  }
+  return error;
+}
+
 Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const GivenStrategy& given,
                                 const std::string& strategy_path, const Cluster& cluster,
                                 PlanOptions options) {
   options.policy = given.policy();
   Result<PlannerOutput> planned = MakePlan(trace, given.strategy, cluster, options);
-  if (!planned && planned.error().file.empty() && planned.error().code != ErrorCode::kUsage) {
-    planned.error().file = strategy_path.empty() ? trace_path : strategy_path;
-  }
+  if (!planned) return std::unexpected(WithDocument(std::move(planned.error()), trace_path, strategy_path));
   return planned;
 }
 

@@ -69,8 +69,12 @@ Result<GivenStrategy> StrategyOf(const std::string& path, const PlanFlags& flags
 Status ApplyTraceFlags(const PlanFlags& flags, const Trace& trace, const std::string& trace_path,
                        Strategy& strategy);
 
-// MakePlan of the trace read from `trace_path`, by the strategy's own policy if it has one; an error that
-// names no file names the strategy's, else the trace's.
+// An error of planning that names no file, with that of the document that its pointer is in. A place in a
+// strategy that flags alone have made is in no file: it becomes part of the message.
+Error WithDocument(Error error, const std::string& trace_path, const std::string& strategy_path);
+
+// MakePlan of the trace read from `trace_path`, by the strategy's own policy if it has one. WithDocument of
+// an error.
 Result<PlannerOutput> PlanTrace(const Trace& trace, const std::string& trace_path, const GivenStrategy& given,
                                 const std::string& strategy_path, const Cluster& cluster,
                                 PlanOptions options);

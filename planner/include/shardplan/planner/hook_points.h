@@ -49,6 +49,7 @@ struct HookPoint {
   HookPointKind kind = HookPointKind::kSegment;
   UnitId unit = -1;
   std::int32_t microbatch = 0;
+  std::int32_t run = 0;  // which of the micro-batch's forwards, where the trace lists calls (Trace::calls)
   std::int32_t occurrence = 0;  // kUnitBackwardDone, kInputsGradDone: which call of the unit in its forward
   bool grad_enabled = true;     // of the forward that this belongs to
   bool training = true;         // mode of the modules in that forward
@@ -59,6 +60,7 @@ struct HookPoint {
   SegmentPhase phase = SegmentPhase::kForward;  // kSegment
   const ModuleCall* call = nullptr;             // kModuleCall
   std::vector<std::int32_t> microbatches;       // kBackwardBegin: that it covers, as in Pass::forwards
+  std::vector<std::int32_t> runs;               // kBackwardBegin: `run` of each
   bool operator==(const HookPoint&) const = default;
 };
 

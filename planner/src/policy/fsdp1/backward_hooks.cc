@@ -79,12 +79,15 @@ void PostBackwardFinalCallback(const Context& context, FsdpState& state) {
 }  // namespace
 
 void OnBackwardBegin(const Context& context, FsdpState& state, const HookPoint& event) {
-  state.backward = {.microbatches = event.microbatches};
+  state.backward = {};
+  for (std::size_t f = 0; f < event.microbatches.size(); ++f) {
+    state.backward.forwards.push_back({event.microbatches[f], event.runs[f]});
+  }
   const Pass& backward = context.trace.backwards[event.range.pass];
   const UndoneCalls undone =
-      CallsUndoneBy(context.trace, context.index, context.partition, backward, event.microbatches);
+      CallsUndoneBy(context.trace, context.index, context.partition, backward, state.backward.forwards);
   for (std::optional<FlatParamHandle>& handle : state.handles) {
-    if (handle) handle->flat_param.post_backward_hook_state.OnBackwardBegin(undone, event.microbatches);
+    if (handle) handle->flat_param.post_backward_hook_state.OnBackwardBegin(undone, state.backward.forwards);
   }
 }
 
@@ -113,7 +116,7 @@ void PreBackwardHook(const Context& context, FsdpState& state, const HookPoint& 
 }
 
 void OnUnitBackwardDone(FsdpState& state, const HookPoint& event) {
-  const UnitCall call{event.unit, event.occurrence, event.microbatch};
+  const UnitCall call{event.unit, event.occurrence, {event.microbatch, event.run}};
   const auto run = [&](FlatParamHandle& handle) {
     const FlatParameter& flat_param = handle.flat_param;
     if (!flat_param.post_backward_hook_state.RunsAt(call) || flat_param.view_grads.empty()) return;
@@ -128,7 +131,7 @@ void OnUnitBackwardDone(FsdpState& state, const HookPoint& event) {
 
 void PostBackwardReshardOnlyHook(const Context& context, FsdpState& state, const HookPoint& event) {
   FlatParamHandle* handle = state.HandleOf(event.unit);
-  const UnitCall call{event.unit, event.occurrence, event.microbatch};
+  const UnitCall call{event.unit, event.occurrence, {event.microbatch, event.run}};
   if (handle == nullptr || handle->flat_param.reshard_only_hook != call) return;
   context.builder.BeginTrigger(TriggerKind::kPostBackward, event.unit, event.microbatch);
   context.builder.SetReason("reshard_only");
@@ -151,7 +154,7 @@ void OnBackwardEnd(const Context& context, FsdpState& state, const HookPoint& ev
       FreeAddedGrad(*handle, AccumulateGrad(*handle));
       state.backward.accumulated = context.faults_seen.missed_hook = true;
     }
-    handle->flat_param.post_backward_hook_state.OnBackwardEnd(state.backward.microbatches);
+    handle->flat_param.post_backward_hook_state.OnBackwardEnd(state.backward.forwards);
   }
   if (state.backward.accumulated) {  // the engine, of the streams of nodes without successors
     context.builder.SetUnit(-1);

@@ -42,7 +42,7 @@ void OnForwardBegin(FsdpState& state, const HookPoint& event) {
   state.calls.clear();
   for (std::optional<FlatParamHandle>& handle : state.handles) {
     if (!handle) continue;
-    handle->flat_param.post_backward_hook_state.OnForwardBegin(event.microbatch);
+    handle->flat_param.post_backward_hook_state.OnForwardBegin({event.microbatch, event.run});
     handle->evaluates_in_full_precision =
         handle->context().strategy.fsdp1.full_precision_in_eval && !event.training;
   }
@@ -58,7 +58,7 @@ void PreForward(const Context& context, FsdpState& state, const HookPoint& event
   context.builder.SetReason("pre_forward");
   if (enters_root) RootPreForward(context, state);
   std::optional<UnitCall> call;
-  if (!recomputes) call = UnitCall{event.unit, state.calls[event.unit]++, event.microbatch};
+  if (!recomputes) call = UnitCall{event.unit, state.calls[event.unit]++, {event.microbatch, event.run}};
   FlatParamHandle* handle = state.HandleOf(event.unit);
   if (handle == nullptr || handle->training_state == HandleTrainingState::kBackwardPre) return;
   state.exec_order_data.RecordPreForward(context, *handle, event.training);

@@ -20,9 +20,9 @@ namespace shardplan::fsdp1 {
 
 // The backward that runs.
 struct RunningBackward {
-  UnitId unit = -1;                        // whose pre-backward hook ran last: what segments read
-  std::vector<std::int32_t> microbatches;  // that it covers
-  bool accumulated = false;                // a flat parameter got a gradient in it
+  UnitId unit = -1;                  // whose pre-backward hook ran last: what segments read
+  std::vector<ForwardRun> forwards;  // that it covers
+  bool accumulated = false;          // a flat parameter got a gradient in it
   bool operator==(const RunningBackward&) const = default;
 };
 

@@ -24,12 +24,18 @@
 
 namespace shardplan::fsdp1 {
 
-// A pre-forward: the `occurrence`-th of `unit` in the forward of `microbatch`. The default is none of any
-// forward.
+// A forward of a micro-batch, as HookPoint names it.
+struct ForwardRun {
+  std::int32_t microbatch = 0;
+  std::int32_t run = 0;
+  auto operator<=>(const ForwardRun&) const = default;
+};
+
+// A pre-forward: the `occurrence`-th of `unit` in `forward`. The default is none of any forward.
 struct UnitCall {
   UnitId unit = -1;
   std::int32_t occurrence = 0;
-  std::int32_t microbatch = 0;
+  ForwardRun forward;
   auto operator<=>(const UnitCall&) const = default;
 };
 
@@ -46,24 +52,24 @@ struct UndoneCalls {
   std::set<UnitCall> with_gradients;  // ... and parameters of the unit do
 };
 
-// `microbatches`: that the backward covers, as in its forwards.
+// `forwards`: that the backward covers, as in Pass::forwards.
 UndoneCalls CallsUndoneBy(const Trace& trace, const ModelIndex& index, const Partition& partition,
-                          const Pass& backward, const std::vector<std::int32_t>& microbatches);
+                          const Pass& backward, const std::vector<ForwardRun>& forwards);
 
 class PostBackwardHookState {
  public:
   // `casts_params`: each unshard makes an accumulator of its own, see the note.
   explicit PostBackwardHookState(bool casts_params) : casts_params_(casts_params) {}
 
-  // A forward of this micro-batch begins: what an earlier one has left can no longer be undone.
-  void OnForwardBegin(std::int32_t microbatch);
+  // This forward begins: what an earlier step's has left can no longer be undone.
+  void OnForwardBegin(const ForwardRun& forward);
   // _register_post_backward_hook: `call` uses views made in `views`.
   void Register(const UnitCall& call, const UnitCall& views);
   // The same in a recomputation, behind an earlier backward.
   void RegisterInRecomputation();
   // Finds where in this backward the hook runs.
-  void OnBackwardBegin(const UndoneCalls& undone, const std::vector<std::int32_t>& microbatches);
-  void OnBackwardEnd(const std::vector<std::int32_t>& microbatches);
+  void OnBackwardBegin(const UndoneCalls& undone, const std::vector<ForwardRun>& forwards);
+  void OnBackwardEnd(const std::vector<ForwardRun>& forwards);
   // _finalize_params
   void Remove() { accumulator_.reset(); }
 

@@ -15,6 +15,9 @@ namespace shardplan {
 // docs/reference/trace-format.md lists the rules. Reading a trace asks it, and planning.
 Status CheckTrace(const Trace& trace);
 
+// Whether the pointer is a place in a trace: its first key is that of one of the document's fields.
+bool IsPlaceInTrace(std::string_view pointer);
+
 // The compiled modules of a trace, which outlives this.
 class CompiledModules {
  public:

@@ -40,6 +40,10 @@ def _transformers():
     return transformers
 
 
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+
+
 def read_config(path: Path) -> dict:
     try:
         data = json.loads(files.read_text(path))
@@ -48,18 +52,21 @@ def read_config(path: Path) -> dict:
     except (ValueError, RecursionError) as error:
         raise TracerError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise TracerError(f"{path} holds a {type(data).__name__}; expected a JSON object, a Hugging Face model config")
+        kind = next(name for kinds, name in _JSON_KINDS if isinstance(data, kinds))
+        raise TracerError(f"{path} holds {kind}; expected a JSON object, a Hugging Face model config")
     for name, kind in (("model_type", str), ("architectures", list)):
         if name not in data:
             raise TracerError(
                 f'{path} has no "{name}"; expected a Hugging Face model config, with "model_type" and "architectures"'
             )
-        if not isinstance(data[name], kind) or not data[name]:
+        if not data[name] or not (isinstance(data[name], str) if kind is str else _is_names(data[name])):
             raise TracerError(
                 f'{path}: "{name}" is {json.dumps(data[name])}; expected a {"name" if kind is str else "list with a class name"}'
             )
     return data
 
+
+_JSON_KINDS = ((bool, "true or false"), ((int, float), "a number"), (str, "a string"), (list, "a list"), (type(None), "null"))
 
 _FAMILIES = {
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -115,14 +122,18 @@ class HuggingFaceModel:
         model_type, architecture = data["model_type"], data["architectures"][0]
         config_class = self._config_class(data, path)
         if config_class is None:
-            part = next((data[name] for name in _TEXT_PARTS if isinstance(data.get(name), dict)), None)
-            if part is None or not isinstance(part.get("model_type"), str):
+            name = next((name for name in _TEXT_PARTS if isinstance(data.get(name), dict)), None)
+            part = data.get(name, {})
+            text_type = part.get("model_type") if isinstance(part.get("model_type"), str) else None
+            named = part.get("architectures") if _is_names(part.get("architectures")) else _classes(_FAMILIES["causal_lm"], text_type)
+            inner = {**part, "model_type": text_type, "architectures": list(named) or [None]}
+            if self._config_class(dict(inner), path) is None:
+                text = f', nor is model type {json.dumps(part.get("model_type"))} of its "{name}"' if name else ""
                 raise TracerError(
-                    f'{path}: model type "{model_type}" is not known to transformers {self._transformers.__version__}, nor is a class "{architecture}";'
+                    f'{path}: model type "{model_type}" is not known to transformers {self._transformers.__version__}, nor is a class "{architecture}"{text};'
                     ' where the code of a known type computes the same, set "model_type" and "architectures" to those'
                 )
-            named = part.get("architectures") or _classes(_FAMILIES["causal_lm"], part["model_type"]) or ["(none)"]
-            self._choose({**part, "architectures": list(named)}, path)
+            self._choose(inner, path)
             self.notes.append(f'model type "{model_type}" is not known to transformers: its text model alone ({self.model_class.__name__})')
             return
         try:
@@ -130,6 +141,10 @@ class HuggingFaceModel:
         except Exception as error:
             said = " ".join(str(error).split())  # of several lines
             raise TracerError(f"{path}: {config_class.__name__} refuses the config: {type(error).__name__}: {said}") from error
+        layers = getattr(self.config, "num_hidden_layers", None)
+        if isinstance(layers, int) and layers < 1:
+            name = self.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+            raise TracerError(f'{path}: "{name}" is {layers}; expected at least 1')
         known = self.config.model_type
         self._family = _family(known, architecture)
         if self._family in (None, "causal_lm") and self._choose_text_model(known, architecture):

@@ -93,7 +93,12 @@ def trace_source(source: str, options: Options, progress: Progress = Progress())
     """The trace of `package.module:callable` or of a Hugging Face config file. Raises TracerError."""
     path = Path(source)
     if source.endswith(".json") or path.is_file():
-        return _trace_config(path, options, progress)
+        try:
+            return _trace_config(path, options, progress)
+        except TracerError as error:
+            if type(error) is TracerError and str(path) not in str(error):
+                raise TracerError(f"{path}: {error}") from error
+            raise
     if ":" not in source:
         raise TracerError(f'"{source}" is neither a file nor package.module:callable')
     with stand_ins.standing_in(options.stand_ins):  # imported, too
