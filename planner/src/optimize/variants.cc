@@ -72,9 +72,7 @@ StepProgram StepOf(std::int64_t microbatches, const Trace& trace, const Strategy
   for (std::int32_t m = 0; m < microbatches; ++m) {
     AddMicrobatch(trace, m, step);
   }
-  if (job.optimizer.in_backward) return step;
-  step.push_back(OptimizerStepCall{});
-  step.push_back(ZeroGradCall{});
+  AddStepEnd(job.optimizer, step);
   return step;
 }
 

@@ -52,7 +52,7 @@ class Recorder {
                 "the pass raised in its middle, where it left FSDP's state, and call {} of step {} of "
                 "the strategy's program comes behind it",
                 c, step),
-            "another call", fmt::format("a call of {}", kReset));
+            "another call", "a call of reset_iter_state");
       }
       abandoned_.clear();
       Status status = std::visit([&](const auto& call) { return Call(call); }, program[c]);
@@ -65,11 +65,9 @@ class Recorder {
   }
 
  private:
-  static constexpr std::string_view kReset = "reset_iter_state";
-
   static bool Resets(const ProgramCall& call) {
     const auto* module = std::get_if<ModuleCall>(&call);
-    return module != nullptr && module->method == kReset;
+    return module != nullptr && IsReset(*module);
   }
   static bool IsPass(const ProgramCall& call) {
     return std::holds_alternative<ForwardCall>(call) || std::holds_alternative<BackwardCall>(call);
@@ -351,7 +349,7 @@ class Recorder {
         Push(HookPointKind::kModuleCall, partition_.unit_of_module[index_.canonical[found->second]]);
     event.call = &call;
     NoteCall(call);
-    if (call.method == kReset) {
+    if (IsReset(call)) {
       groups_.Reset();
       in_backward_units_.clear();
       recomputing_.clear();

@@ -150,11 +150,17 @@ Strategy WithCallsOf(const Trace& trace, Strategy strategy) {
   if (!strategy.program.empty() || trace.calls.empty()) return strategy;
   StepProgram& step = strategy.program.emplace_back();
   AddMicrobatch(trace, 0, step);
-  if (strategy.optimizer.in_backward) return strategy;
-  step.emplace_back(OptimizerStepCall{});
-  step.emplace_back(ZeroGradCall{});
+  AddStepEnd(strategy.optimizer, step);
   return strategy;
 }
+
+void AddStepEnd(const Optimizer& optimizer, StepProgram& step) {
+  if (optimizer.in_backward) return;
+  step.emplace_back(OptimizerStepCall{});
+  step.emplace_back(ZeroGradCall{});
+}
+
+bool IsReset(const ModuleCall& call) { return call.method == "reset_iter_state"; }
 
 std::vector<PassCall> PassCallsOf(const StepProgram& program) {
   std::vector<PassCall> calls;

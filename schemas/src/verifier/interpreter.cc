@@ -17,7 +17,7 @@ std::vector<bool> ResetsOf(const StepProgram& program) {
   std::vector<bool> resets;
   for (const ProgramCall& call : program) {
     if (const auto* of_module = std::get_if<ModuleCall>(&call)) {
-      resets.push_back(of_module->method == "reset_iter_state");
+      resets.push_back(IsReset(*of_module));
     }
   }
   return resets;

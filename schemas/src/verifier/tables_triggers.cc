@@ -81,7 +81,7 @@ class CallWalk {
   bool HasItsOwn(std::size_t number) const {
     const ProgramCall& call = calls_[number];
     const auto* next = number + 1 < calls_.size() ? std::get_if<ModuleCall>(&calls_[number + 1]) : nullptr;
-    const bool raises = next != nullptr && next->method == "reset_iter_state";
+    const bool raises = next != nullptr && IsReset(*next);
     if (raises && std::holds_alternative<BackwardCall>(call)) return false;
     const bool steps =
         std::holds_alternative<OptimizerStepCall>(call) || std::holds_alternative<ZeroGradCall>(call);

@@ -196,7 +196,7 @@ class Fsdp2EventWriter {
       phase_ = "backward";
       Add("wait_gradient_reduction", DisplayName(call.module));
     }
-    const bool resets = call.method == "reset_iter_state";
+    const bool resets = IsReset(call);
     if (resets) Reset(call.module);
     for (; next < trigger.instructions.size(); ++next) {
       OnInstruction(trigger.instructions[next], waits || resets);

@@ -165,10 +165,7 @@ void ApplyAccumulation(const PlanFlags& flags, const Trace& trace, Strategy& str
     }
     AddMicrobatch(trace, microbatch, step);
   }
-  if (!flags.fsdp1.optimizer_in_backward && !strategy.optimizer.in_backward) {
-    step.push_back(OptimizerStepCall{});
-    step.push_back(ZeroGradCall{});
-  }
+  AddStepEnd(strategy.optimizer, step);
   strategy.program = {step};
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan::fsdp2 {
 namespace {
@@ -153,10 +154,10 @@ Status FsdpModule::Call(const HookPoint& event) {
   } else if (call.method == "wait_for_unshard") {  // UnshardHandle.wait
     WaitForUnshard(groups);
   } else if (call.method == "finalize_backward" || call.method == "wait_for_gradient_reduction" ||
-             call.method == "reset_iter_state") {
+             IsReset(call)) {
     const Result<FsdpState*> state = model_.OfModule(call.module);
     if (!state) return std::unexpected(state.error());
-    if (call.method == "reset_iter_state") return (*state)->ResetIterState();
+    if (IsReset(call)) return (*state)->ResetIterState();
     if (call.method == "wait_for_gradient_reduction") return (*state)->WaitForGradientReduction();
     return (*state)->FinalizeBackwardByUser(/*async_op=*/call.value.value_or(false));
   } else if (call.method == "reshard") {

@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "policy/fsdp2/fully_shard.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 namespace fsdp2 {
@@ -89,7 +90,7 @@ Status Fsdp2Policy::On(const HookPoint& event) {
       break;
     case HookPointKind::kModuleCall:
       // The engine has dropped what was queued in the backward that raised.
-      if (event.call->method == "reset_iter_state") final_callbacks_.clear();
+      if (IsReset(*event.call)) final_callbacks_.clear();
       return module_calls_.Call(event);
     default:  // points that only other policies act on
       break;

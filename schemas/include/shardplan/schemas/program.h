@@ -19,6 +19,13 @@ const StepProgram& ProgramOfStep(const Strategy& strategy, std::int64_t step);
 // (Trace::calls), or else its first forward and its first backward.
 void AddMicrobatch(const Trace& trace, std::int32_t microbatch, StepProgram& step);
 
+// What ends a step behind its micro-batches: the optimizer's step and zero_grad, or nothing where it steps in
+// the backward.
+void AddStepEnd(const Optimizer& optimizer, StepProgram& step);
+
+// Is it FSDP2's reset_iter_state, behind a pass that raised?
+bool IsReset(const ModuleCall& call);
+
 // A strategy without a program has the calls that the trace lists, where it lists any. An optimizer that does
 // not step in the backward follows, and zero_grad.
 Strategy WithCallsOf(const Trace& trace, Strategy strategy);
