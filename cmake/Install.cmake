@@ -1,35 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 # `cmake --install`: the commands, the libraries with a find_package(shardplan) package, the Python package, the clusters.
-# A wheel (`pip install .`, pyproject.toml) takes the commands and the Python package only.
+# The wheel of pyproject.toml has the commands, the Python package, clusters and models; that of executor/pyproject.toml
+# what is built with one torch.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-# Where torch lies, seen from an environment's bin/: for shardplan-run in a wheel.
-function(shardplan_install_commands destination rpath)
+function(shardplan_install_commands destination)
   install(TARGETS shardplan shardplan-conformance RUNTIME DESTINATION ${destination} COMPONENT wheel)
+endfunction()
+
+# rpath: where torch lies, seen from `destination`.
+function(shardplan_install_run destination rpath)
   if(TARGET shardplan-run)
     set_target_properties(shardplan-run PROPERTIES INSTALL_RPATH "${rpath}")
     install(TARGETS shardplan-run RUNTIME DESTINATION ${destination} COMPONENT wheel)
   endif()
 endfunction()
 
+if(SKBUILD AND NOT SHARDPLAN_EXECUTOR)
+  shardplan_install_commands(${SKBUILD_SCRIPTS_DIR})
+  install(DIRECTORY tools/clusters/ DESTINATION ${SKBUILD_DATA_DIR}/share/shardplan/clusters COMPONENT wheel
+          FILES_MATCHING PATTERN "*.json")
+  install(DIRECTORY tools/models/ DESTINATION ${SKBUILD_DATA_DIR}/share/shardplan/models COMPONENT wheel
+          FILES_MATCHING PATTERN "*.json.gz")
+  return()
+endif()
 if(SKBUILD)
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
   set(site_packages "$ORIGIN/../lib/python${Python3_VERSION_MAJOR}.${Python3_VERSION_MINOR}/site-packages")
-  shardplan_install_commands(${SKBUILD_SCRIPTS_DIR} "${site_packages}/torch/lib;${site_packages}/nvidia/cu13/lib;${site_packages}/nvidia/nccl/lib")
+  shardplan_install_run(${SKBUILD_SCRIPTS_DIR} "${site_packages}/torch/lib;${site_packages}/nvidia/cu13/lib;${site_packages}/nvidia/nccl/lib")
   install(TARGETS _shardplan LIBRARY DESTINATION . COMPONENT wheel)
-  install(DIRECTORY tools/clusters/ DESTINATION ${SKBUILD_DATA_DIR}/share/shardplan/clusters COMPONENT wheel
-          FILES_MATCHING PATTERN "*.json")
   return()
 endif()
 
 # Not INSTALL_RPATH_USE_LINK_PATH, which leaves out what lies in the source tree, as .venv does.
 get_property(torch_library_dirs GLOBAL PROPERTY SHARDPLAN_TORCH_LIBRARY_DIRS)
-shardplan_install_commands(${CMAKE_INSTALL_BINDIR} "${torch_library_dirs}")
+shardplan_install_commands(${CMAKE_INSTALL_BINDIR})
+shardplan_install_run(${CMAKE_INSTALL_BINDIR} "${torch_library_dirs}")
 set(share ${CMAKE_INSTALL_DATADIR}/shardplan)
 install(DIRECTORY tools/python/shardplan tools/python/_shardplan-stubs DESTINATION ${share}/python
         FILES_MATCHING PATTERN "*.py" PATTERN "*.pyi" PATTERN "py.typed")
 install(DIRECTORY tools/clusters DESTINATION ${share} FILES_MATCHING PATTERN "*.json")
+install(DIRECTORY tools/models DESTINATION ${share} FILES_MATCHING PATTERN "*.json.gz")
 install(DIRECTORY schemas/json DESTINATION ${share} FILES_MATCHING PATTERN "*.json")
 if(TARGET _shardplan)
   set_target_properties(_shardplan PROPERTIES INSTALL_RPATH "${torch_library_dirs}")

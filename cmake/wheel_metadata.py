@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Version and requirements of a wheel, which name the torch that its module is built with: pyproject.toml's provider of dynamic metadata.
+"""Versions and requirements of the wheels: the provider of dynamic metadata of pyproject.toml and executor/pyproject.toml.
 
-    0.2.0+torch2.15    requires torch==2.15.*
-    0.2.0              of an interpreter without torch (an sdist): requires the supported range
+    shardplan 0.3.0                    of = "core": for any Python, without torch
+    shardplan-torch 0.3.0+torch2.15    of = "adapter": requires shardplan==0.3.0 and torch==2.15.*, which its module is built with
+    shardplan-torch 0.3.0              of an interpreter without torch (an sdist): requires the supported range
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ def _is_within(release: str, bounds: list[str]) -> bool:
     return key(lowest) <= key(release) < key(above)
 
 
-def metadata(version: str, release: str | None, bounds: list[str], others: list[str]) -> dict[str, Any]:
+def adapter(version: str, release: str | None, bounds: list[str], others: list[str]) -> dict[str, Any]:
     """bounds: the supported releases of torch, as [">=LOWEST", "<ABOVE"]. RuntimeError where `release` is none of them."""
+    own = f"shardplan=={version}"
     if release is None:
-        return {"version": version, "dependencies": [f"torch{','.join(bounds)}", *others]}
+        return {"version": version, "dependencies": [own, f"torch{','.join(bounds)}", *others]}
     if not _is_within(release, bounds):
         raise RuntimeError(f"torch {release} is installed, and shardplan is built with torch{','.join(bounds)}")
-    return {"version": f"{version}+torch{release}", "dependencies": [f"torch=={release}.*", *others]}
+    return {"version": f"{version}+torch{release}", "dependencies": [own, f"torch=={release}.*", *others]}
 
 
 def dynamic_metadata(settings: Mapping[str, Any], _project: Mapping[str, Any]) -> dict[str, Any]:
     version = project_version((ROOT / "CMakeLists.txt").read_text())
-    return metadata(version, torch_release(), settings["torch"], settings["dependencies"])
+    if settings["of"] == "core":
+        return {"version": version}
+    return adapter(version, torch_release(), settings["torch"], settings["dependencies"])

@@ -97,9 +97,12 @@ Error Execute(const std::string& program, const std::vector<std::string>& argume
 }
 
 std::vector<fs::path> DataFolders(const std::string& installed, const std::string& in_source) {
-  return {fs::path(ExecutableFolder()) / ".." / "share" / "shardplan" / installed,
-          fs::path(SHARDPLAN_SOURCE_DIR) / in_source};
+  std::vector<fs::path> folders = {fs::path(ExecutableFolder()) / ".." / "share" / "shardplan" / installed};
+  if (const fs::path source = SourceFolder(); !source.empty()) folders.push_back(source / in_source);
+  return folders;
 }
+
+std::filesystem::path SourceFolder() { return SHARDPLAN_SOURCE_DIR; }
 
 std::string ExecutableFolder() {
   std::error_code error;

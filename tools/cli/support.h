@@ -26,6 +26,9 @@ void Progress(bool quiet, std::string_view text);
 // What is said even with --quiet, "shardplan: <text>", in as many lines as it has.
 void Warn(std::string_view text);
 
+// The checkout that the program was built in; empty: it is from a wheel.
+std::filesystem::path SourceFolder();
+
 // Writes a document to a file atomically, or to stdout for "-".
 Status WriteOutput(const std::string& path, std::string_view bytes);
 Status WriteOutput(const std::string& path, const TextInPieces& text);

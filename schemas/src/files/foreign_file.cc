@@ -24,9 +24,6 @@ constexpr Kind kZip = {"a zip file, as torch.save writes",
                        "a document; `shardplan reshard-checkpoint` takes checkpoints"};
 constexpr Kind kSafetensors = {"a file of safetensors",
                                "a document; `shardplan reshard-checkpoint` takes checkpoints"};
-constexpr Kind kGzip = {
-    "compressed by gzip",
-    "a document as text; of torch.profiler's profiles `shardplan import-profile` takes it"};
 constexpr Kind kProfile = {"a profile of torch.profiler",
                            "a document; `shardplan import-profile` makes one of it"};
 constexpr Kind kConfig = {"a model config of Hugging Face", "a document; `shardplan trace` makes one of it"};
@@ -83,7 +80,6 @@ const Kind* KindOf(std::string_view bytes) {
   if (head.size() > 1 && head[0] == '\x80' && head[1] >= 2 && head[1] <= 5)
     return has("segments") || has("device_traces") ? &kSnapshot : &kPickle;
   if (head.starts_with("PK\x03\x04")) return &kZip;
-  if (head.starts_with("\x1f\x8b")) return &kGzip;
   if (head.size() > 9 && head[8] == '{' && head[7] == '\0') return &kSafetensors;
   const std::string_view text = Trimmed(head);
   if (text.starts_with('{')) {

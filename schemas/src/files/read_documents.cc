@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Documents in files; plans in either form.
+// Documents in files, as they are or compressed by gzip; plans in either form.
 #include <optional>
 #include <utility>
 
@@ -7,6 +7,7 @@
 #include "files/available_memory.h"
 #include "files/file_bytes.h"
 #include "files/foreign_file.h"
+#include "shardplan/schemas/gzip.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 
@@ -15,7 +16,11 @@ namespace {
 
 template <typename T>
 Result<T> ReadWith(const std::string& path, Result<T> (*parse)(std::string_view)) {
-  const Result<std::string> text = ReadFile(path);
+  Result<std::string> text = ReadFile(path);
+  if (text && IsGzip(*text)) {
+    text = Gunzip(*text);
+    if (!text) text.error().file = path;
+  }
   if (!text.has_value()) return std::unexpected(text.error());
   Result<T> value = parse(*text);
   if (value.has_value()) return value;

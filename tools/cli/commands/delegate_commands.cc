@@ -28,8 +28,8 @@ std::string Python() {
   if (const char* named = std::getenv("SHARDPLAN_PYTHON")) return named;
   const fs::path beside = fs::path(ExecutableFolder()) / "python3";
   if (IsThere(beside)) return beside.string();
-  const fs::path venv = fs::path(SHARDPLAN_SOURCE_DIR) / ".venv" / "bin" / "python";
-  return IsThere(venv) ? venv.string() : "python3";
+  const fs::path source = SourceFolder(), venv = source / ".venv" / "bin" / "python";
+  return !source.empty() && IsThere(venv) ? venv.string() : "python3";
 }
 
 // A subcommand that hands everything after its name, --help included, to another program.
@@ -185,12 +185,14 @@ void AddRunCommand(CLI::App& app, Invocation& invocation) {
   command->callback([command, &invocation] {
     const fs::path program = fs::path(ExecutableFolder()) / "shardplan-run";
     if (!IsThere(program)) {
-      invocation.exit_code = Fail({ErrorCode::kEnvironment,
-                                   "this build has no executor: configure with -DSHARDPLAN_EXECUTOR=ON",
-                                   program.string(),
-                                   {},
-                                   {},
-                                   {}});
+      invocation.exit_code =
+          Fail({ErrorCode::kEnvironment,
+                SourceFolder().empty() ? "it comes with the package shardplan-torch"
+                                       : "this build has no executor: configure with -DSHARDPLAN_EXECUTOR=ON",
+                program.string(),
+                {},
+                {},
+                {}});
       return;
     }
     std::vector<std::string> arguments = command->remaining();

@@ -23,6 +23,7 @@
 #include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/simulate.h"
 #include "support.h"
+#include "trace_names.h"
 
 namespace shardplan::cli {
 namespace {
@@ -31,7 +32,9 @@ using Answer = nlohmann::ordered_json;
 
 // Arguments of `plan` that change its plan.
 struct Question {
-  std::string trace, strategy;
+  std::string trace;
+  std::optional<std::int64_t> seq;
+  std::string strategy;
   std::vector<std::string> skip;
   std::string budget;
   ClusterFlags cluster;
@@ -66,6 +69,7 @@ Result<Question> ParseQuestion(const std::vector<std::string>& arguments) {
   Question question;
   bool quiet = false;
   app.add_option("TRACE", question.trace)->required();
+  AddSeqFlag(app, question.seq);
   AddClusterFlags(app, question.cluster, "");
   app.add_option("--strategy", question.strategy);
   app.add_option("--skip", question.skip)->allow_extra_args(false);
@@ -104,7 +108,9 @@ class Evaluator {
  private:
   // The cluster of the question; `plan_` is its plan then.
   Result<Cluster> Planned(const Question& question) {
-    if (Status read = ReadTheTrace(question.trace); !read) return std::unexpected(std::move(read.error()));
+    const Result<std::string> path = ResolveTrace(question.trace, question.seq);
+    if (!path) return std::unexpected(path.error());
+    if (Status read = ReadTheTrace(*path); !read) return std::unexpected(std::move(read.error()));
     Result<GivenStrategy> strategy = StrategyOf(question.strategy, question.flags);
     if (!strategy) return std::unexpected(strategy.error());
     if (Status made = ApplyTraceFlags(question.flags, *trace_, trace_path_, strategy->strategy); !made)

@@ -10,6 +10,7 @@
 #include "support.h"
 #include "texts/memory_text.h"
 #include "texts/memory_trials.h"
+#include "trace_names.h"
 #include "verified_plan.h"
 
 namespace shardplan::cli {
@@ -19,6 +20,7 @@ constexpr std::size_t kShown = 20;
 
 struct ExplainMemoryArguments {
   std::string plan, trace, json;
+  std::optional<std::int64_t> seq;
   bool all = false;
   bool no_verify = false;
   bool no_kernel_temporaries = false;
@@ -43,7 +45,9 @@ Status RunExplainMemory(const ExplainMemoryArguments& options) {
   }
   std::string text = ExplanationTable(*plan, explanation, options.all ? explanation.alive.size() : kShown);
   if (!options.trace.empty()) {
-    const Result<Trace> trace = ReadTrace(options.trace);
+    const Result<std::string> path = ResolveTrace(options.trace, options.seq);
+    if (!path) return std::unexpected(path.error());
+    const Result<Trace> trace = ReadTrace(*path);
     if (!trace) return std::unexpected(trace.error());
     Result<std::vector<KnobTrial>> trials = TryKnobs(*plan, *trace, kernels);
     if (!trials) {
@@ -69,6 +73,7 @@ void AddExplainMemoryCommand(CLI::App& app, Invocation& invocation) {
   command->add_option("PLAN", options->plan, "A plan")->required();
   AddFile(*command, "--trace", options->trace,
           "The trace that the plan was made from: knobs are tried by planning again");
+  AddSeqFlag(*command, options->seq);
   AddFile(*command, "--json", options->json, "Write all of it as JSON ('-': standard output, no table)");
   command->add_flag("--all", options->all, "All that is alive, not the largest 20");
   AddNoVerifyFlag(*command, options->no_verify);

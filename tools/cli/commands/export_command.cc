@@ -18,6 +18,7 @@
 #include "support.h"
 #include "texts/figures.h"
 #include "texts/fsdp2_script.h"
+#include "trace_names.h"
 #include "verified_plan.h"
 
 namespace shardplan::cli {
@@ -25,6 +26,7 @@ namespace {
 
 struct ExportArguments {
   std::string plan, trace, output = "apply_plan.py";
+  std::optional<std::int64_t> seq;
   bool fsdp2 = false;
   bool no_verify = false;
   bool quiet = false;
@@ -39,7 +41,9 @@ Result<Report> ReportOf(const Plan& plan) {
 // The plan of policy fsdp2 that the exported settings make.
 Result<Plan> PlanOfSettings(const ExportArguments& arguments, const Plan& plan,
                             const Fsdp2Settings& settings) {
-  const Result<Trace> trace = ReadTrace(arguments.trace);
+  const Result<std::string> path = ResolveTrace(arguments.trace, arguments.seq);
+  if (!path) return std::unexpected(path.error());
+  const Result<Trace> trace = ReadTrace(*path);
   if (!trace) return std::unexpected(trace.error());
   if (const std::string digest = Digest(ToJson(*trace)); digest != plan.digests.trace) {
     Error error{.code = ErrorCode::kBadInput, .message = "the plan was made from another trace"};
@@ -154,6 +158,7 @@ void AddExportCommand(CLI::App& app, Invocation& invocation) {
   AddFile(*command, "--trace", options->trace,
           "The trace that the plan was made from: whether the calls issue the plan's schedule, and what it "
           "costs where they do not");
+  AddSeqFlag(*command, options->seq);
   AddFile(*command, "-o,--output", options->output,
           "Where to write the Python file ('-': standard output; default: apply_plan.py)");
   AddNoVerifyFlag(*command, options->no_verify);

@@ -24,12 +24,14 @@
 #include "shardplan/simulator/memory_profile.h"
 #include "support.h"
 #include "terminal.h"
+#include "trace_names.h"
 
 namespace shardplan::cli {
 namespace {
 
 struct OptimizeArguments {
   std::vector<std::string> traces;
+  std::optional<std::int64_t> seq;
   std::string strategy, output = "plan.json", certificate, report, strategy_output;
   std::string budget, time_limit, robust;
   std::int64_t plan_limit = OptimizeOptions().plan_limit;
@@ -236,8 +238,10 @@ Status RunOptimize(const OptimizeArguments& arguments) {
   inputs.insert(inputs.end(), arguments.traces.begin(), arguments.traces.end());
   if (Status s = CheckOutputs(inputs, outputs, prints); !s) return s;
   std::vector<Trace> traces;
-  for (const std::string& path : arguments.traces) {
-    Result<Trace> trace = ReadTrace(path);
+  for (const std::string& name : arguments.traces) {
+    const Result<std::string> path = ResolveTrace(name, arguments.seq);
+    if (!path) return std::unexpected(path.error());
+    Result<Trace> trace = ReadTrace(*path);
     if (!trace) return std::unexpected(trace.error());
     traces.push_back(std::move(*trace));
   }
@@ -272,10 +276,13 @@ Status RunOptimize(const OptimizeArguments& arguments) {
 
 struct CertifyArguments {
   std::string plan, certificate, trace;
+  std::optional<std::int64_t> seq;
 };
 
 Status RunCertify(const CertifyArguments& arguments) {
-  const Result<Trace> trace = ReadTrace(arguments.trace);
+  const Result<std::string> path = ResolveTrace(arguments.trace, arguments.seq);
+  if (!path) return std::unexpected(path.error());
+  const Result<Trace> trace = ReadTrace(*path);
   if (!trace) return std::unexpected(trace.error());
   const Result<Plan> plan = ReadPlan(arguments.plan);
   if (!plan) return std::unexpected(plan.error());
@@ -308,9 +315,10 @@ void AddOptimizeCommand(CLI::App& app, Invocation& invocation) {
   auto options = std::make_shared<OptimizeArguments>();
   command
       ->add_option("TRACE", options->traces,
-                   "trace.json, as `shardplan trace` writes it; with --global-batch one for each micro-batch "
-                   "that a rank may have")
+                   "trace.json, as `shardplan trace` writes it, or a model whose traces are shipped; with "
+                   "--global-batch one for each micro-batch that a rank may have")
       ->required();
+  AddSeqFlag(*command, options->seq);
   AddClusterFlags(*command, options->cluster,
                   "A cluster file, the name of a shipped one, or a device (h100)");
   AddFile(*command, "--strategy", options->strategy,
@@ -376,6 +384,7 @@ void AddCertifyCommand(CLI::App& app, Invocation& invocation) {
   command->add_option("CERTIFICATE", options->certificate, "As `shardplan optimize --certificate` writes it")
       ->required();
   AddFile(*command, "--trace", options->trace, "The trace that the plan was made from")->required();
+  AddSeqFlag(*command, options->seq);
   command->callback([options, &invocation] {
     const Status status = RunCertify(*options);
     if (!status) invocation.exit_code = Fail(status.error());

@@ -20,12 +20,15 @@
 #include "shardplan/simulator/simulate.h"
 #include "support.h"
 #include "texts/explain_plan.h"
+#include "trace_names.h"
 
 namespace shardplan::cli {
 namespace {
 
 struct PlanArguments {
-  std::string trace, strategy, graph, strategy_output, stop_after;
+  std::string trace;
+  std::optional<std::int64_t> seq;
+  std::string strategy, graph, strategy_output, stop_after;
   std::optional<std::string> output;
   std::vector<std::string> skip;
   ClusterFlags cluster;
@@ -101,7 +104,10 @@ Result<std::string> ExplainTimedSchedule(const Plan& plan) {
   });
 }
 
-Status RunPlan(const PlanArguments& options) {
+Status RunPlan(PlanArguments options) {
+  Result<std::string> path = ResolveTrace(options.trace, options.seq);
+  if (!path) return std::unexpected(std::move(path.error()));
+  options.trace = *std::move(path);
   if (Status checked = CheckArguments(options); !checked) return checked;
   Result<Trace> trace = ReadTrace(options.trace);
   if (!trace) return std::unexpected(trace.error());
@@ -176,7 +182,12 @@ void AddPlanCommand(CLI::App& app, Invocation& invocation) {
       "--explain\n"
       "          shardplan plan trace.json --unit 'layers.*' --stop-after choose_units --dump");
   auto options = std::make_shared<PlanArguments>();
-  command->add_option("TRACE", options->trace, "trace.json, as `shardplan trace` writes it")->required();
+  command
+      ->add_option(
+          "TRACE", options->trace,
+          "trace.json, as `shardplan trace` writes it, or a model whose traces are shipped (llama-3.1-8b)")
+      ->required();
+  AddSeqFlag(*command, options->seq);
   AddClusterFlags(
       *command, options->cluster,
       fmt::format(

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Self
 
 _CLEAR = "\r\x1b[K"
 _WIDTH = 24
@@ -53,7 +52,7 @@ class ProgressBar:
         self._over = is_a_terminal()
         self._begin = self._last = time.monotonic()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *_error: object) -> None:

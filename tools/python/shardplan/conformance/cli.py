@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardplan.command import EXIT_ENVIRONMENT, printable, printable_name
 from shardplan.files import CannotWrite, scratch_folder
+from shardplan.installing import how_to_install
 from shardplan.terminal import complain
 
 _DESCRIPTION = """\
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         from shardplan.conformance.case import CaseError
         from shardplan.tracer.errors import TracerError
     except ImportError as error:
-        complain("shardplan conformance", f"cannot import {error.name} (tools/setup installs what is needed)")
+        complain("shardplan conformance", f"cannot import {error.name} ({how_to_install('torch')} installs what is needed)")
         return EXIT_ENVIRONMENT
     try:
         return _compare_live(arguments)

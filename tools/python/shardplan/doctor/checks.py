@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
@@ -13,8 +14,10 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from shardplan.installing import TORCH_RELEASES, how_to_install, in_checkout
+
 MARK = "shardplan.doctor: "
-_TRAINS = "a wheel for this torch (docs/guide/packaging.md), or tools/build dev in the repository"
+TRAINS = "tools/build dev" if in_checkout() else "pip install shardplan-torch, the wheel of this torch"
 _RANKS = 2
 
 
@@ -30,24 +33,33 @@ class Check:
     name: str
     run: Callable[[], Finding] | None
     needed: bool  # to plan, simulate and train on CPU ranks
+    of_torch: bool  # nothing to look for where torch is not installed
     advice: str  # where it does not even end
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 def _python() -> Finding:
     found = f"{platform.python_version()}, {sys.executable}"
-    return Finding("works", found) if sys.version_info >= (3, 11) else Finding("broken", found, "Python 3.11 or later")
+    return Finding("works", found) if sys.version_info >= (3, 10) else Finding("broken", found, "Python 3.10 or later")
 
 
 def _torch() -> Finding:
+    if not has_torch():
+        return Finding("missing", "not installed", f"traces and training need it: {how_to_install('torch')}; SHARDPLAN_PYTHON names another interpreter")
     try:
         import torch
     except ImportError as error:
-        return Finding("broken", f"cannot be imported: {error}", "tools/setup, or pip install torch==2.15.0; SHARDPLAN_PYTHON names another interpreter")
+        return Finding("broken", f"cannot be imported: {error}", f"{how_to_install('torch')}; SHARDPLAN_PYTHON names another interpreter")
     version = torch.__version__
     built = f", CUDA {torch.version.cuda}" if torch.version.cuda else ", without CUDA"
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if not (2, 11) <= release <= (2, 15):
-        return Finding("broken", f"{version}{built}", "torch 2.11 to 2.15 is supported: others are not known to schedule as a plan says")
+    lowest, highest = TORCH_RELEASES
+    if not lowest <= release <= highest:
+        supported = f"torch {'.'.join(map(str, lowest))} to {'.'.join(map(str, highest))}"
+        return Finding("broken", f"{version}{built}", f"{supported} is supported: others are not known to schedule as a plan says")
     return Finding("works", f"{version}{built}")
 
 
@@ -55,7 +67,7 @@ def _module() -> Finding:
     try:
         from shardplan.torch._native import native
     except ImportError as error:
-        return Finding("broken", str(error), _TRAINS)
+        return Finding("broken", str(error), TRAINS)
     return Finding("works", f"{native.__version__}, {native.__file__}")
 
 
@@ -132,15 +144,15 @@ def _package(name: str, use: str) -> Callable[[], Finding]:
 
 
 CHECKS = (
-    Check("programs", None, True, "tools/build dev"),
-    Check("python", _python, True, "SHARDPLAN_PYTHON names another interpreter"),
-    Check("torch", _torch, True, "tools/setup"),
-    Check("shardplan.torch", _module, True, _TRAINS),
-    Check("Gloo", _gloo, True, "CPU ranks need it"),
-    Check("GPUs", _gpus, False, "the driver hangs: nvidia-smi says more"),
-    Check("NCCL", _nccl, False, "NCCL_DEBUG=INFO says where it waits"),
-    Check("transformers", _package("transformers", "traces from a Hugging Face config"), False, ""),
-    Check("pyarrow", _package("pyarrow", "sweeps as Parquet files"), False, ""),
+    Check("programs", None, True, False, "tools/build dev" if in_checkout() else "pip install --force-reinstall shardplan"),
+    Check("python", _python, True, False, "SHARDPLAN_PYTHON names another interpreter"),
+    Check("torch", _torch, True, False, how_to_install("torch")),
+    Check("shardplan.torch", _module, True, True, TRAINS),
+    Check("Gloo", _gloo, True, True, "CPU ranks need it"),
+    Check("GPUs", _gpus, False, True, "the driver hangs: nvidia-smi says more"),
+    Check("NCCL", _nccl, False, True, "NCCL_DEBUG=INFO says where it waits"),
+    Check("transformers", _package("transformers", "traces from a Hugging Face config"), False, False, ""),
+    Check("pyarrow", _package("pyarrow", "sweeps as Parquet files"), False, False, ""),
 )
 
 

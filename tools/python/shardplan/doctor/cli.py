@@ -21,7 +21,8 @@ from shardplan.doctor.checks import CHECKS, Check, Finding
 _DESCRIPTION = """\
 Say what is installed, which backends work on this machine, and what to do about those that do not."""
 _EPILOG = """\
-exit codes: 0 everything that planning, simulating and training on CPU ranks needs works, 2 usage, 4 something of it does not"""
+exit codes: 0 everything that planning, simulating and (where torch is installed) training on CPU ranks needs works, 2 usage, 4 something of it does
+not"""
 _MARKS = {"works": "ok  ", "missing": "--  ", "broken": "FAIL"}
 
 
@@ -33,17 +34,21 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     options = parser().parse_args()
-    bad = []
+    bad, torch = [], checks.has_torch()
     for check in CHECKS:
+        if check.of_torch and not torch:
+            continue
         finding = _found(check, options.timeout)
         print(f"{_MARKS[finding.state]}  {check.name:<16} {printable_name(finding.found)}")
         if finding.advice:
             print(f"      {'':<16} {printable_name(finding.advice)}")
         sys.stdout.flush()
-        if check.needed and finding.state != "works":
+        if check.needed and finding.state != "works" and (torch or finding.state == "broken"):
             bad.append(check.name)
     if bad:
         print(f"\nnot ready: {', '.join(bad)}")
+    elif not torch:
+        print("\nready to plan and simulate; torch is not installed: no traces, no training")
     return EXIT_ENVIRONMENT if bad else 0
 
 
@@ -72,9 +77,9 @@ def _programs() -> Finding:
     try:
         folder = Path(built_command("doctor")).resolve().parent
     except NoCommand as error:
-        return Finding("broken", str(error), "tools/build dev")
+        return Finding("broken", str(error), CHECKS[0].advice)
     there = [name for name in ("shardplan", "shardplan-run", "shardplan-conformance") if (folder / name).exists()]
     missing = sorted({"shardplan-run", "shardplan-conformance"} - set(there))
     if missing:
-        return Finding("missing", f"{', '.join(there)} in {folder}; not built: {', '.join(missing)}", "without LibTorch plans are made, verified and simulated, and not replayed: tools/build dev builds all")
+        return Finding("missing", f"{', '.join(there)} in {folder}; not built: {', '.join(missing)}", f"without LibTorch plans are made, verified and simulated, and not replayed: {checks.TRAINS}")
     return Finding("works", f"{', '.join(there)} in {folder}")

@@ -69,7 +69,7 @@ def _varied(text: str) -> tuple[str, list[str]]:
 
 def parser() -> argparse.ArgumentParser:
     result = ArgumentParser(prog="shardplan sweep", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("sources", nargs="*", metavar="SOURCE", help="traces, or what shardplan trace takes: a config, package.module:callable")
+    result.add_argument("sources", nargs="*", metavar="SOURCE", help="traces, models whose traces are shipped, or what shardplan trace takes: a config, package.module:callable")
     result.add_argument("--batch", type=_numbers, metavar="N,N", help="samples per rank")
     result.add_argument("--seq", type=_numbers, metavar="N,N", help="tokens per sample")
     result.add_argument("--ranks", type=_numbers, metavar="N,N", help="default: those of the cluster")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 
 from shardplan import files
@@ -32,7 +34,7 @@ class Evaluator:
 
     def __call__(self, configuration: Configuration) -> dict[str, object]:
         try:
-            answer = self._ask([self._trace(configuration), *configuration.plan_flags(), *self._plan_flags, *self._budget])
+            answer = self._ask([*self._trace(configuration), *configuration.plan_flags(), *self._plan_flags, *self._budget])
         except _Failed as error:
             return {"error": str(error)}
         return {"error": " ".join(answer["error"].split())[:600]} if "error" in answer else self._results(answer)
@@ -77,10 +79,15 @@ class Evaluator:
             "why": answer["no_ranks_fit"],
         }
 
-    def _trace(self, configuration: Configuration) -> str:
+    def _trace(self, configuration: Configuration) -> list[str]:
+        """What `shardplan plan` is told of it."""
         source = configuration["source"]
-        if not configuration.get("batch") and not configuration.get("seq") and source.endswith(".json") and _is_trace(source):
-            return source
+        if _is_name(source):
+            if configuration.get("batch") not in ("", "1") or self._trace_flags:
+                raise _Failed(f"the traces of {source} that are shipped have one sample a step, and no flags; trace its config")
+            return [source, *(["--seq", configuration["seq"]] if configuration.get("seq") else [])]
+        if not configuration.get("batch") and not configuration.get("seq") and source.endswith((".json", ".json.gz")) and _is_trace(source):
+            return [source]
         shape = [flag for axis in ("batch", "seq") if configuration.get(axis) for flag in (f"--{axis}", configuration[axis])]
         name = hashlib.sha256(repr((source, shape, self._trace_flags)).encode()).hexdigest()[:20]
         path = self._folder / f"{name}.trace.json"
@@ -96,7 +103,7 @@ class Evaluator:
                 except _Failed as error:
                     files.write_text(failed, str(error))
                     raise
-        return str(path)
+        return [str(path)]
 
     def _run(self, *arguments: str) -> None:
         environment = os.environ | {"SHARDPLAN_PYTHON": sys.executable}
@@ -114,11 +121,16 @@ class _Failed(Exception):
     """A command refused the configuration."""
 
 
+def _is_name(source: str) -> bool:
+    """Whether it may be a model whose traces are shipped: neither a file nor package.module:callable."""
+    return ":" not in source and not source.endswith((".json", ".json.gz")) and not os.path.exists(source)
+
+
 def _is_trace(path: str) -> bool:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return False
-        with open(path, encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8") as file:
             return '"shardplan.trace/' in file.read(200)
-    except (OSError, UnicodeDecodeError):
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error):
         return False

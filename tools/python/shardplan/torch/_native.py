@@ -12,6 +12,8 @@ import typing
 
 import torch  # noqa: F401  (its libraries must be loaded before ours)
 
+from shardplan.installing import in_checkout
+
 
 def _build_folders() -> list[pathlib.Path]:
     """Where a build leaves the module: in $SHARDPLAN_BUILD, else in the presets' folders, newest module first.
@@ -42,7 +44,7 @@ def _load() -> types.ModuleType:
     state = "is built with another torch" if refused else "is neither installed nor built"
     raise ImportError(
         f"shardplan.torch needs the compiled module _shardplan, which {state}. {''.join(refused)}"
-        "Run `tools/build dev` in the repository, or set SHARDPLAN_BUILD to a build folder."
+        f"{'Run `tools/build dev`' if in_checkout() else 'Install the wheel of shardplan-torch that belongs to this torch'}, or set SHARDPLAN_BUILD to a build folder."
     )
 
 

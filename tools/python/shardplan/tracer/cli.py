@@ -11,6 +11,7 @@ import time
 
 from shardplan import files
 from shardplan.command import printable_name
+from shardplan.installing import how_to_install
 from shardplan.terminal import ProgressBar, complain
 from shardplan.tracer.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.progress import Progress
@@ -190,7 +191,7 @@ def _run(arguments: argparse.Namespace, progress) -> int:
     try:
         from shardplan.tracer import document, session, stand_ins
     except ImportError as error:
-        complain("shardplan trace", printable_name(f"cannot import {error.name}: {error} (tools/setup installs what is needed)"))
+        complain("shardplan trace", printable_name(f"cannot import {error.name}: {error} ({how_to_install('torch')} installs what is needed)"))
         return EXIT_ENVIRONMENT
     options = session.Options(
         stand_ins=stand_ins.load(arguments.stand_in),
