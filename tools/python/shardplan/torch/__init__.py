@@ -12,6 +12,10 @@
         optimizer.zero_grad()
 """
 
+from ._torch_there import check
+
+check()  # before anything asks for it
+
 from ._apply import apply, load_plan
 from ._auto import auto
 from ._calls import GradientReduction, finalize_backward, reshard, set_all_reduce_hook, set_custom_all_gather, set_custom_reduce_scatter, unshard
