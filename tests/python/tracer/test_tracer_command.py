@@ -372,6 +372,8 @@ BAD_CONFIGS = [
     ("null", "holds null"),
     ({**SMALL["llama"], "num_hidden_layers": -2}, '"num_hidden_layers" is -2; expected at least 1'),
     ({**SMALL["gpt2"], "n_layer": 0}, '"n_layer" is 0; expected at least 1'),
+    ({**SMALL["llama"], "vocab_size": 0}, '"vocab_size" is 0; expected at least 1'),
+    ({**SMALL["llama"], "text_config": {"hidden_size": 4}}, "LlamaForCausalLM cannot be built"),
     ({**SMALL["mixtral"], "num_experts_per_tok": 9}, "the model failed with its own RuntimeError"),
     ({"model_type": "clip", "architectures": ["CLIPModel"]}, "CLIPModel"),
     ({**SMALL["llama"], "num_attention_heads": 7}, "LlamaConfig refuses the config"),

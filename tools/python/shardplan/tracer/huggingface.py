@@ -141,10 +141,9 @@ class HuggingFaceModel:
         except Exception as error:
             said = " ".join(str(error).split())  # of several lines
             raise TracerError(f"{path}: {config_class.__name__} refuses the config: {type(error).__name__}: {said}") from error
-        layers = getattr(self.config, "num_hidden_layers", None)
-        if isinstance(layers, int) and layers < 1:
-            name = self.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-            raise TracerError(f'{path}: "{name}" is {layers}; expected at least 1')
+        for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            if isinstance(found := getattr(self.config, size, None), int) and found < 1:
+                raise TracerError(f'{path}: "{self.config.attribute_map.get(size, size)}" is {found}; expected at least 1')
         known = self.config.model_type
         self._family = _family(known, architecture)
         if self._family in (None, "causal_lm") and self._choose_text_model(known, architecture):
@@ -178,6 +177,8 @@ class HuggingFaceModel:
             text = self.config.get_text_config(decoder=True)
         except ValueError:  # there are several
             return False
+        if not isinstance(text, self._transformers.PreTrainedConfig):  # a field of a config that has no parts
+            text = self.config
         if whole is None and (self._family is None or text is self.config):
             return False
         self._family = "causal_lm"
