@@ -139,8 +139,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=FILE:CALLABLE",
-        help="what runs in place of package.module.function, whose kernel cannot be traced: it says the kernel's outputs, FLOPs, bytes and what it keeps "
-        "for the backward (docs/internals/tracer.md). Those of causal_conv1d, mamba_ssm and fla are shipped; NAME=none takes one away. Repeat it for others",
+        help="what runs in place of package.module.function, or of a method, whose kernel cannot be traced: it says the kernel's outputs, FLOPs, bytes and what it keeps "
+        "for the backward (docs/reference/stand-ins.md). Those of causal_conv1d, mamba_ssm and fla are shipped; NAME=none takes one away. Repeat it for others",
     )
     result.add_argument("--name", default="", help="the model's name in the trace")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
