@@ -70,6 +70,9 @@ def parser() -> argparse.ArgumentParser:
         "--batch", type=_positive, default=1, metavar="N", help="samples per rank and step (default: 1)"
     )
     result.add_argument("--seq", type=_positive, default=2048, metavar="N", help="tokens per sample (default: 2048)")
+    result.add_argument(
+        "--images", type=_positive, default=0, metavar="N", help="images per sample of a multimodal config, which is traced whole then (default: its text model)"
+    )
     dtypes = ("float32", "bfloat16", "float16", "float64")
     result.add_argument(
         "--dtype", choices=dtypes, help="dtype of the computation (default: bfloat16 for a config, a module's own)"
@@ -196,6 +199,7 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         stand_ins=stand_ins.load(arguments.stand_in),
         batch=arguments.batch,
         seq=arguments.seq,
+        images=arguments.images,
         dtype=arguments.dtype,
         param_dtype=arguments.param_dtype,
         loss=arguments.loss,
