@@ -185,8 +185,26 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _KIMI = {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": [2]}
 _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_experts_per_token": 2}
+_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 32, "mamba_expand": 2}
+_ZAMBA2 = {"n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 16, "mamba_ngroups": 1, "layers_block_type": ["mamba", "hybrid"]}
+_SCAN = {"causal_conv1d.causal_conv1d_fwd", "mamba_ssm.selective_scan_fwd"}
+_CHUNKS = {"causal_conv1d.causal_conv1d_fwd", "mamba_ssm.chunk_scan_fwd"}
 # architecture -> config, kernels
 HYBRIDS = {
+    "FalconMambaForCausalLM": ({"model_type": "falcon_mamba", "state_size": 8}, _SCAN),
+    "JambaForCausalLM": ({"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_dt_rank": 4}, _SCAN),
+    "Mamba2ForCausalLM": ({"model_type": "mamba2", "num_heads": 8, "state_size": 16, "n_groups": 2, "chunk_size": 32}, _CHUNKS),
+    "BambaForCausalLM": ({"model_type": "bamba", **_HEADS, "attn_layer_indices": [1]}, _CHUNKS),
+    "Zamba2ForCausalLM": ({"model_type": "zamba2", "chunk_size": 32, **_ZAMBA2}, _CHUNKS),
+    "FalconH1ForCausalLM": ({"model_type": "falcon_h1", **_HEADS, "mamba_d_ssm": 128}, _CHUNKS),
+    "GraniteMoeHybridForCausalLM": (
+        {"model_type": "granitemoehybrid", **_HEADS, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 64},
+        _CHUNKS,
+    ),
+    "OlmoHybridForCausalLM": (
+        {"model_type": "olmo_hybrid", "layer_types": ["linear_attention", "full_attention"], **_DELTA},
+        {"causal_conv1d.causal_conv1d_fwd", "fla.chunk_gated_delta_rule_fwd_h"},
+    ),
     "MambaForCausalLM": ({"model_type": "mamba", "state_size": 8}, {"causal_conv1d.causal_conv1d_fwd", "mamba_ssm.selective_scan_fwd"}),
     "NemotronHForCausalLM": (
         {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-M", **_MAMBA2},
@@ -226,6 +244,36 @@ def test_a_shipped_stand_in_can_be_taken_away(tmp_path):
     trace = _trace(tmp_path, _config(tmp_path, config), "--seq", "16", "--stand-in", "causal_conv1d.causal_conv1d_fn=none")
     names = {e[1] for e in _operators(trace)}
     assert "aten.convolution" in names and not any(name.startswith("causal_conv1d") for name in names)
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_a_callable_imports_what_it_imports_from_an_installed_library(update, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    called = "causal_conv1d_update(x, self.weight)" if update else "causal_conv1d_fn(x, self.weight)"
+    (tmp_path / f"convolved_{update}.py").write_text(f"""
+import torch
+from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from torch import nn
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 4))
+
+    def forward(self, x):
+        return {called}
+
+def build():
+    return Convolved(), (torch.zeros(2, 8, 16),)
+""")
+    code = cli.main([f"convolved_{update}:build", "-q", "-o", "t.json"])
+    error = capsys.readouterr().err
+    assert code == (3 if update else 0), error
+    assert not update or "the model calls causal_conv1d.causal_conv1d_update, which is for generation and has no stand-in" in error
+    assert not {"mamba_ssm", "causal_conv1d", "fla"} & sys.modules.keys()
 
 
 # ---- a user's own ----

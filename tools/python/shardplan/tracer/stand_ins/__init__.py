@@ -39,6 +39,14 @@ SHIPPED: dict[str, Callable] = {
     "fla.ops.kda.chunk_kda": fla.chunk_kda,
 }
 
+# What models import beside those, for generation, which no training step calls: in libraries that are not here.
+_FOR_GENERATION = (
+    "causal_conv1d.causal_conv1d_update",
+    "mamba_ssm.ops.triton.selective_state_update.selective_state_update",
+    "fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule",
+    "fla.ops.kda.fused_recurrent_kda",
+)
+
 
 def load(texts: list[str]) -> dict[str, Callable | None]:
     """The user's own, each "package.module.function=FILE:callable"; "=none" takes a shipped one away. Raises TracerError."""
@@ -126,6 +134,13 @@ def _observed(name: str, function: Callable, called: list[str]) -> Callable:
     return stand_in
 
 
+def _refused(name: str) -> Callable:
+    def refused(*_arguments, **_options):
+        raise TracerError(f"the model calls {name}, which is for generation and has no stand-in; --stand-in {name}=FILE:callable gives one")
+
+    return refused
+
+
 @contextlib.contextmanager
 def standing_in(own: dict[str, Callable | None]) -> Iterator[None]:
     """Inside, the table's functions are their stand-ins, wherever they were imported. Entered again inside, nothing changes."""
@@ -139,6 +154,10 @@ def standing_in(own: dict[str, Callable | None]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for name, function in table.items():
                 stack.enter_context(_replaced(name, function, required=name in own))
+            for name in _FOR_GENERATION:
+                if name not in table and _owner(name, required=False)[0] is None:
+                    table[name] = _refused(name)
+                    stack.enter_context(_replaced(name, table[name], required=False))
             stack.enter_context(_in_transformers(table))
             yield
     finally:
