@@ -407,6 +407,25 @@ def test_what_a_stand_in_returns_is_checked(returned, message, own, capsys):
     assert "stand-in" in error and not (own / "t.json").exists()
 
 
+def test_a_stand_ins_file_may_hold_any_code(own):
+    """A dataclass, and the original itself, which is still that function there."""
+    (own / "own_kernels.py").write_text("def fused(x, scale):\n    return x * scale, None\n")
+    (own / "stand_ins_of_mine.py").write_text("""
+from __future__ import annotations
+from dataclasses import dataclass
+from own_kernels import fused as original
+
+@dataclass
+class Scaled:
+    by: float = 3.0
+
+def fused(x, scale):
+    return original(x, scale * Scaled().by)
+""")
+    trace = _trace(own, "own_model:build", "--stand-in", "own_kernels.fused=stand_ins_of_mine.py:fused")
+    assert [e[1] for e in _operators(trace, "forwards")].count("aten.mul") == 1
+
+
 def test_a_stand_in_of_other_parameters_says_how_it_is_called(own, capsys):
     (own / "stand_ins_of_mine.py").write_text("def fused(x, factor):\n    return x, None\n")
     assert cli.main(["own_model:build", "-q", "-o", "t.json", "--stand-in", "own_kernels.fused=stand_ins_of_mine.py:fused"]) == 3

@@ -78,10 +78,13 @@ def _callable_in(path: Path, attribute: str, text: str) -> Callable:
     name = f"shardplan_stand_in_{path.stem}"
     loader = importlib.machinery.SourceFileLoader(name, str(path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    sys.modules[name] = module  # where dataclasses look; not for longer: what the file imported is not to be replaced in it
     try:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise TracerError(f"--stand-in {text}: {path} failed: {type(error).__name__}: {one_line(error)}") from error
+    finally:
+        del sys.modules[name]
     found = getattr(module, attribute, None)
     if not callable(found):
         own = [key for key, value in vars(module).items() if isinstance(value, types.FunctionType) and value.__module__ == name]
@@ -93,7 +96,7 @@ def _called_by(name: str, place: str, function: Callable) -> Callable:
     """`function`, of FILE:callable `place`, as the model calls `name`: its own mistakes are not the model's."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of something built in
+    except (TypeError, ValueError):  # of something built in
         return function
 
     @functools.wraps(function)
