@@ -231,7 +231,7 @@ class Recorder {
   // that runs a module backward whose unit is not called) there is none.
   void EndBackward(std::int32_t position) {
     Cut(position);
-    if (inputs_wrapped_ && !is_hooked_) {
+    if (inputs_wrapped_ && !is_hooked_ && !trace_.calls.empty()) {
       place_ = {"backward returns", SegmentPhase::kBackward};
       engine_done_ = true;
       return;
