@@ -140,12 +140,52 @@ TEST(Roofline, KnowsMatrixOperatorsByName) {
        {"aten.mm", "aten.mm.default", "aten::addmm", "aten.bmm", "aten.baddbmm", "aten.convolution",
         "aten.convolution_backward", "aten._scaled_dot_product_flash_attention",
         "aten._scaled_dot_product_flash_attention_backward", "aten._scaled_dot_product_cudnn_attention",
-        "aten._flash_attention_forward", "aten._grouped_mm", "aten._scaled_mm", "aten.linear_backward"}) {
+        "aten._flash_attention_forward", "aten._grouped_mm", "aten._scaled_mm", "aten.linear_backward", "mm",
+        "ours.fused_matmul", "ours.matmul", "fla.chunk_fwd_o", "mamba_ssm.chunk_scan_fwd"}) {
     EXPECT_TRUE(IsMatmulOperator(name)) << name;
   }
   for (const char* name : {"aten.add", "aten._softmax", "aten.mul", "aten.embedding", "aten.sum", "aten.silu",
-                           "aten.norm", "aten.mmx", "aten.native_layer_norm", "aten.convert_element_type"}) {
+                           "aten.norm", "aten.mmx", "aten.native_layer_norm", "aten.convert_element_type",
+                           "mamba_ssm.selective_scan_fwd", "causal_conv1d.causal_conv1d_bwd",
+                           "mamba_ssm.chunk_scan_bwd_dz", "matmul_library.scale", "attention.scale"}) {
     EXPECT_FALSE(IsMatmulOperator(name)) << name;
+  }
+}
+
+TEST(Classes, GoByTheNameWithoutNamespaceAndOverload) {
+  const auto class_of = [](std::string_view name) { return OperatorClasses()[OperatorClassOf(name)]; };
+  for (const char* name :
+       {"aten::mm", "aten::mm.out", "aten.mm", "aten.mm.default", "mm", "ours.mm", "ours::mm.x"})
+    EXPECT_EQ(class_of(name), "matmul") << name;
+  EXPECT_EQ(class_of("xformers.efficient_attention_forward"), "attention");
+  EXPECT_EQ(class_of("mamba_ssm.layer_norm_gated_fwd"), "normalization");
+  EXPECT_EQ(class_of("fla.l2norm_fwd"), "normalization");
+  EXPECT_EQ(class_of("aten.mul.Tensor"), "elementwise");
+  EXPECT_EQ(class_of("mamba_ssm.selective_scan_fwd"), "other");
+  EXPECT_EQ(class_of("mm.mul"), "other");
+}
+
+// A chunked kernel runs at the rate of matrix products of its dtype, a scan at that of vector arithmetic, and
+// neither is faster than its bytes. A table by shape holds for plain products alone.
+TEST(Roofline, PricesKernelsOfOtherLibrariesByTheirClass) {
+  Cluster cluster;
+  cluster.device.memory_bytes_per_second = 1'000'000'000;
+  cluster.device.memory_efficiency_ppm = 1'000'000;
+  cluster.device.vector_flops_per_second = 1'000'000'000;
+  cluster.device.matmul = {{DType::kBFloat16, 10'000'000'000, {}, {{4, {{4, Nanoseconds{77'777}}}}}}};
+  const auto model = MakeCostModel(cluster);
+  OperatorEvent event{.dtype = DType::kBFloat16, .flops = 1'000, .bytes_written = Bytes{16}};
+  for (const auto& [name, duration] :
+       std::map<std::string, std::int64_t>{{"fla.chunk_fwd_o", 100},
+                                           {"ours.fused_matmul", 100},
+                                           {"mamba_ssm.selective_scan_fwd", 1'000},
+                                           {"causal_conv1d.causal_conv1d_fwd", 1'000},
+                                           {"mamba_ssm.chunk_scan_bwd_dz", 1'000}}) {
+    event.name = name;
+    event.bytes_read = Bytes{0};
+    EXPECT_EQ(model->Operator(event).value, duration) << name;
+    event.bytes_read = Bytes{5'000};
+    EXPECT_EQ(model->Operator(event).value, 5'016) << name;
   }
 }
 

@@ -227,8 +227,15 @@ class Recorder {
     run_ = Run(pass_->forwards[static_cast<std::size_t>(forward)]);
   }
 
+  // FSDP2 learns of the end from a callback that its first pre-backward hook has queued: without one (a loss
+  // that runs a module backward whose unit is not called) there is none.
   void EndBackward(std::int32_t position) {
     Cut(position);
+    if (inputs_wrapped_ && !is_hooked_ && !trace_.calls.empty()) {
+      place_ = {"backward returns", SegmentPhase::kBackward};
+      engine_done_ = true;
+      return;
+    }
     Push(HookPointKind::kBackwardEnd, -1);
     place_ = {"backward returns", SegmentPhase::kBackward};
     engine_done_ = true;
@@ -254,6 +261,7 @@ class Recorder {
       Cut(position);
       for (const UnitId unit : hooks->second) {
         PushOfAll(HookPointKind::kPreBackward, unit);
+        is_hooked_ = true;
         groups_.PreBackward(unit);
         in_backward_units_.insert(unit);
         place_ = {"backward " + UnitName(unit), SegmentPhase::kBackward, unit};
@@ -367,6 +375,7 @@ class Recorder {
     segment_begin_ = 0;
     place_ = std::move(place);
     engine_done_ = false;
+    is_hooked_ = false;
   }
 
   std::string UnitName(UnitId unit) const { return DisplayName(partition_.units[unit].unit.fqn); }
@@ -435,6 +444,7 @@ class Recorder {
   Place place_;
   Place backward_;                     // around a recomputation
   bool engine_done_ = false;           // the backward has passed its end
+  bool is_hooked_ = false;             // a pre-backward hook has run in the backward
   std::string abandoned_;              // the pass before the call, where it is
   std::vector<ModuleId> recomputing_;  // modules whose forward is being run again, outermost first
   bool outermost_is_hooked_ = false;

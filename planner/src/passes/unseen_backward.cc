@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <set>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -24,8 +26,15 @@ bool Calls(const Pass& forward, const ModelIndex& index, const Partition& partit
 
 std::optional<UnseenBackward> FindUnseenBackward(const Trace& trace, const ModelIndex& index,
                                                  const Partition& partition) {
+  std::optional<UnseenBackward> first;
+  std::set<std::pair<std::int32_t, UnitId>> undone;  // forwards, and units that a backward ran through
   for (const Pass& backward : trace.backwards) {
     std::vector<bool> seen(partition.units.size());
+    const auto is_second = [&](UnitId unit) {
+      return std::ranges::any_of(backward.forwards, [&](std::int32_t forward) {
+        return undone.contains({forward, unit});
+      });
+    };
     for (const TraceEvent& event : backward.events) {
       if (const auto* ready = std::get_if<OutputGradReadyEvent>(&event)) {
         const UnitId unit = partition.unit_of_module[index.canonical[ready->module]];
@@ -36,17 +45,30 @@ std::optional<UnseenBackward> FindUnseenBackward(const Trace& trace, const Model
         const bool is_called = std::ranges::any_of(backward.forwards, [&](std::int32_t forward) {
           return Calls(trace.forwards[forward], index, partition, FirstGroupOf(partition, unit));
         });
-        return UnseenBackward{.unit = unit, .parameter = grad->parameter, .is_called = is_called};
+        const UnseenBackward unseen = {.unit = unit,
+                                       .parameter = grad->parameter,
+                                       .is_called = is_called,
+                                       .is_second = is_second(FirstGroupOf(partition, unit))};
+        if (unseen.is_second) return unseen;  // the likelier cause where the root is kept
+        if (!first) first = unseen;
+      }
+    }
+    for (const std::int32_t forward : backward.forwards) {
+      for (UnitId unit = 0; unit < std::ssize(partition.units); ++unit) {
+        if (seen[unit]) undone.insert({forward, unit});
       }
     }
   }
-  return std::nullopt;
+  return first;
 }
 
 Error ErrorOf(const UnseenBackward& unseen, const Trace& trace, const Partition& partition) {
   const std::string& fqn = partition.units[unseen.unit].unit.fqn;
   const std::string_view ways_out =
-      unseen.is_called
+      unseen.is_second ? "its forward is run backward a second time, and FSDP has freed its parameters "
+                         "behind the first. Add "
+                         "the losses, and go backward once"
+      : unseen.is_called
           ? "no output of it that PyTorch's FSDP finds does. FSDP does not look into dataclasses and classes "
             "that torch.utils._pytree does not know, and torch.utils.checkpoint with use_reentrant=True "
             "around "

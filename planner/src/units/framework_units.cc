@@ -53,6 +53,7 @@ class Units {
     }
     tail.group = tail.modules.size() > 1;
     if (!tail.modules.empty()) units.push_back(std::move(tail));
+    if (Status nested = CheckNesting(asks, units); !nested) return std::unexpected(std::move(nested.error()));
     return WithRoot(std::move(units));
   }
 
@@ -142,6 +143,29 @@ class Units {
         .pointer = "/modules",
         .found = trace_.modules.front().class_name,
         .expected = "a trace of a transformers model by this release; of another model --unit class:NAME"});
+  }
+
+  // Of a module that is sharded, what is inside of it cannot be sharded behind it: PyTorch takes the calls,
+  // and its first forward or backward fails.
+  Status CheckNesting(std::string_view framework, const std::vector<UnitRule>& units) const {
+    std::vector<std::string> before;
+    for (const UnitRule& unit : units) {
+      for (const std::string& fqn : unit.modules) {
+        for (const std::string& outer : before) {
+          if (!fqn.starts_with(outer + ".")) continue;
+          return std::unexpected(
+              Error{.code = ErrorCode::kBadInput,
+                    .message = fmt::format("PyTorch fails with the units that {} makes of this model: {} is "
+                                           "sharded behind {}, which it is inside of",
+                                           framework, fqn, outer),
+                    .pointer = "/modules",
+                    .found = trace_.modules.front().class_name,
+                    .expected = "units of your own (--unit)"});
+        }
+        before.push_back(fqn);
+      }
+    }
+    return {};
   }
 
   // From the bottom up, in order of registration.

@@ -227,7 +227,7 @@ class Partitioner {
     if (groups > 1) choice.unit.fqn += fmt::format("[{}]", index);
     const UnitId id = static_cast<UnitId>(result_.units.size());
     for (const NamedParameter& named : group.parameters) AddParameter(named, id, choice);
-    choice.unit.orig_dtype = trace_.compute_dtype;
+    choice.unit.orig_dtype = choice.recorded_dtype = trace_.compute_dtype;
     choice.operators_are_known = operators_are_known_;
     choice.shard_size = result_.shard_size;
     choice.replicate_size = result_.replicate_size;

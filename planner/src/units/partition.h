@@ -22,7 +22,8 @@ struct UnitChoice {
   // backwards); whether its grad_dtype is None.
   std::vector<std::optional<DType>> made_grad_dtypes;
   std::vector<bool> any_grad_dtype;
-  bool operators_are_known = true;  // the trace has some: it says what autograd makes
+  bool operators_are_known = true;         // the trace has some: it says what autograd makes
+  DType recorded_dtype = DType::kFloat32;  // ... when the model computes in this
   bool is_root = false;
   std::int32_t groups = 1;             // parameter groups of its modules; unit.parameter_group is which it is
   bool reshard_given = false;          // reshard_after_forward was an explicit argument

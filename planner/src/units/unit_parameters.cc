@@ -121,6 +121,15 @@ class ParameterKnobs {
             unit_.parameters[p].fqn,
             "a reduce_dtype, a grad_dtype, or a trace with operators (shardplan trace)");
       }
+      if (is_any(p) && !mixed.reduce_dtype &&
+          mixed.param_dtype.value_or(choice_.recorded_dtype) != choice_.recorded_dtype) {
+        return Bad(
+            "the grad_dtype of a parameter is None: its gradients stay as autograd makes them, which a trace "
+            "that was recorded in another dtype does not say",
+            fmt::format("{}, recorded in {}, planned in {}", unit_.parameters[p].fqn,
+                        Name(choice_.recorded_dtype), Name(*mixed.param_dtype)),
+            "a reduce_dtype, a grad_dtype, or a trace of this dtype (shardplan trace --dtype)");
+      }
       promoted = promoted ? PromoteTypes(*promoted, waits_in(p)) : waits_in(p);
     }
     unit_.reduce_dtype =

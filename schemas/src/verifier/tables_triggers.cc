@@ -7,6 +7,7 @@
 #include <map>
 #include <tuple>
 #include <variant>
+#include <vector>
 
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/program.h"
@@ -43,21 +44,24 @@ std::string CallInWords(const ProgramCall& call) {
   return std::holds_alternative<OptimizerStepCall>(call) ? "the optimizer's step" : "zero_grad";
 }
 
-// Where the triggers of a step are among its calls.
+// Where the triggers of a step are among its calls. A backward that passes no trigger leaves open to which of
+// several a trigger belongs (see HasItsOwn): all possible places are followed.
 class CallWalk {
  public:
   CallWalk(const Plan& plan, const StepProgram& program) : plan_(plan), calls_(program) {}
 
   // "": the trigger is of the call under way, or of one behind it.
   std::string Pass(const Trigger& trigger) {
-    while (call_ < calls_.size() && !IsOf(trigger, calls_[call_])) {
-      if (HasItsOwn(call_)) {
-        return fmt::format("it is passed where {} is under way", CallInWords(calls_[call_]));
-      }
-      ++call_;
+    std::vector<Place> next;
+    std::string wrong;
+    for (const Place place : places_) {
+      std::string why = Follow(trigger, place, next);
+      if (wrong.empty()) wrong = std::move(why);
     }
-    if (call_ == calls_.size()) return "it is passed behind the last call that passes it";
-    if (EndsCall(trigger.kind)) ++call_;
+    if (next.empty()) return wrong;
+    std::ranges::sort(next);
+    next.erase(std::unique(next.begin(), next.end()), next.end());
+    places_ = std::move(next);
     const bool is_of_pass = !EndsCall(trigger.kind) || trigger.kind == TriggerKind::kBackwardEnd;
     if (!is_of_pass && trigger.microbatch != microbatch_) {
       return fmt::format("its micro-batch is {}, and that of the trigger before it {}", trigger.microbatch,
@@ -69,20 +73,62 @@ class CallWalk {
 
   // "": every call has ended.
   std::string End() const {
-    for (std::size_t call = call_; call < calls_.size(); ++call) {
-      if (HasItsOwn(call)) return fmt::format("no trigger ends {}", CallInWords(calls_[call]));
+    std::string wrong;
+    for (Place place : places_) {
+      while (place.call < calls_.size() && !HasItsOwn(place)) place = {place.call + 1};
+      if (place.call == calls_.size()) return {};
+      if (wrong.empty()) wrong = fmt::format("no trigger ends {}", CallInWords(calls_[place.call]));
     }
-    return {};
+    return wrong;
   }
 
  private:
+  // A call, and whether one of its triggers was passed.
+  struct Place {
+    std::size_t call = 0;
+    bool passed = false;
+    auto operator<=>(const Place&) const = default;
+  };
+
+  // The places behind the trigger from this one on; "" when there are some.
+  std::string Follow(const Trigger& trigger, Place place, std::vector<Place>& next) const {
+    bool found = false;
+    for (; place.call < calls_.size(); place = {place.call + 1}) {
+      const bool is_of = IsOf(trigger, calls_[place.call]);
+      if (is_of) {
+        next.push_back(EndsCall(trigger.kind) ? Place{place.call + 1} : Place{place.call, true});
+        found = true;
+      }
+      if (HasItsOwn(place)) {
+        return found ? ""
+                     : fmt::format("it is passed where {} is under way", CallInWords(calls_[place.call]));
+      }
+      if (is_of && !MayPassNone(place.call)) return {};
+    }
+    return found ? "" : "it is passed behind the last call that passes it";
+  }
+
+  // Of a loss that runs several backwards, those of modules whose unit the loss does not call pass no
+  // trigger: no hook of a unit runs in them.
+  bool MayPassNone(std::size_t number) const {
+    const auto* backward = std::get_if<BackwardCall>(&calls_[number]);
+    return backward != nullptr && std::any_of(calls_.begin() + static_cast<std::ptrdiff_t>(number) + 1,
+                                              calls_.end(), [&](const ProgramCall& call) {
+                                                const auto* later = std::get_if<BackwardCall>(&call);
+                                                return later != nullptr &&
+                                                       later->microbatches == backward->microbatches;
+                                              });
+  }
+
   // A trigger ends the call. A forward of a model without units passes none; of optimizers that step in the
   // backward the calls may pass none, too. A backward that raised has no end: its state is reset.
-  bool HasItsOwn(std::size_t number) const {
-    const ProgramCall& call = calls_[number];
-    const auto* next = number + 1 < calls_.size() ? std::get_if<ModuleCall>(&calls_[number + 1]) : nullptr;
+  bool HasItsOwn(const Place& place) const {
+    const ProgramCall& call = calls_[place.call];
+    const auto* next =
+        place.call + 1 < calls_.size() ? std::get_if<ModuleCall>(&calls_[place.call + 1]) : nullptr;
     const bool raises = next != nullptr && IsReset(*next);
     if (raises && std::holds_alternative<BackwardCall>(call)) return false;
+    if (!place.passed && MayPassNone(place.call)) return false;
     const bool steps =
         std::holds_alternative<OptimizerStepCall>(call) || std::holds_alternative<ZeroGradCall>(call);
     return !std::holds_alternative<ForwardCall>(call) && !(steps && plan_.strategy.optimizer.in_backward);
@@ -111,7 +157,7 @@ class CallWalk {
 
   const Plan& plan_;
   const StepProgram& calls_;
-  std::size_t call_ = 0;
+  std::vector<Place> places_ = {Place{}};
   std::int32_t microbatch_ = 0;  // of the trigger before
 };
 

@@ -28,11 +28,13 @@ const std::vector<OperatorClass>& Table() {
   return table;
 }
 
+// Without namespace and overload: torch writes "aten::mm.out" in C++ and "aten.mm.out" in Python.
 std::string_view PlainName(std::string_view name) {
-  if (const std::size_t dot = name.find("::"); dot != std::string_view::npos) name.remove_prefix(dot + 2);
-  if (name.starts_with("aten.")) name.remove_prefix(5);
-  if (const std::size_t dot = name.find('.'); dot != std::string_view::npos) name = name.substr(0, dot);
-  return name;
+  if (const std::size_t colons = name.find("::"); colons != std::string_view::npos)
+    name.remove_prefix(colons + 2);
+  else if (const std::size_t dot = name.find('.'); dot != std::string_view::npos)
+    name.remove_prefix(dot + 1);
+  return name.substr(0, name.find('.'));
 }
 
 bool Has(const OperatorClass& of, std::string_view plain_name) {

@@ -54,12 +54,12 @@ def traced(batch: int, seq: int) -> tuple:
     return model, (torch.zeros(4, 8),), lambda hidden: _in_chunks(model, hidden, sets=False)
 
 
-def _plan(folder: pathlib.Path, *flags: str) -> str:
-    """Of the trace, by the commands with these flags; made by the first rank. The strategy has no program: the trace's calls are the step's."""
+def _plan(folder: pathlib.Path, *flags: str, modules: tuple[str, ...] = ("layers.*", "head")) -> str:
+    """Of the trace, by the commands with these units and flags; made by the first rank. The strategy has no program: the trace's calls are the step's."""
     trace, plan = folder / "chunks.trace.json", folder / "chunks.plan.json"
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        units = [argument for module in ("layers.*", "head") for argument in ("--unit", module)]
+        units = [argument for module in modules for argument in ("--unit", module)]
         program = pathlib.Path(os.environ["SHARDPLAN_BUILD"], "bin", "shardplan")
         path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
         for command in (
@@ -73,10 +73,11 @@ def _plan(folder: pathlib.Path, *flags: str) -> str:
     return str(plan)
 
 
-def _marked(mark: Callable, root: Callable) -> nn.Module:
+def _marked(mark: Callable, root: Callable, head: bool = True) -> nn.Module:
+    """head: a unit of its own."""
     torch.manual_seed(2)
     model = Body().to(DEVICE)
-    for layer in [*model.layers, model.head]:
+    for layer in [*model.layers, *([model.head] if head else [])]:
         mark(layer)
     root(model)
     return model
@@ -99,12 +100,13 @@ def _trained(model: nn.Module, sets: bool) -> dict[str, torch.Tensor]:
 
 
 def backwards_inside_the_loss(how: str, folder: str) -> tuple[float, str]:
-    """how: under sp.auto "with" the setters around the chunks or "without", or by a "planned" step that must not deviate."""
+    """how: under sp.auto "with" the setters around the chunks or "without", or by a "planned" step that must not deviate; "planned_in_root": the
+    head is no unit, so that no hook runs in the backwards of the chunks. "flat": under FSDP1."""
     if how.startswith("flat"):
         return _flat(how == "flat_bf16", folder)
-    theirs = _trained(_marked(fully_shard, fully_shard), how == "with")
-    if how == "planned":
-        plan = _plan(pathlib.Path(folder))
+    theirs = _trained(_marked(fully_shard, fully_shard, head=how != "planned_in_root"), how == "with")
+    if how.startswith("planned"):
+        plan = _plan(pathlib.Path(folder), modules=("layers.*",) if how == "planned_in_root" else ("layers.*", "head"))
         return largest_difference(_trained(_marked(lambda layer: None, lambda model: sp.apply(model, plan)), sets=False), theirs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of steps on demand
@@ -133,4 +135,4 @@ def _flat(in_bf16: bool, folder: str) -> tuple[float, str]:
     return largest_difference(_trained(ours, sets=False), _trained(theirs, sets=False))
 
 
-LOSSES = ("with", "without", "planned", "flat", "flat_bf16")
+LOSSES = ("with", "without", "planned", "planned_in_root", "flat", "flat_bf16")

@@ -20,8 +20,8 @@ COPIES = {"copy_in", "copy_out", "reshard_post_forward", "grad_copy_in", "grad_s
 COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce"}
 CLASSES = json.loads((pathlib.Path(__file__).parents[3] / "tools" / "python" / "shardplan" / "import_profile" / "operator_classes.json").read_text())  # data, not code
 HOOKS = {"pre_forward", "post_forward", "pre_backward", "post_backward", "backward_end"}
-MATRIX = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "matmul", "linear", "_scaled_mm", "_int_mm"}
-MATRIX_PARTS = ("attention", "flash_attn", "convolution", "grouped_mm", "conv_", "linear_backward")
+MATRIX = set(next(entry["names"] for entry in CLASSES if entry["class"] == "matmul"))
+MATRIX_CLASSES = {"matmul", "attention", "convolution"}
 FLAT_ROLES = {"grad_sharded", "reduce_scatter_output", "partial_reduce_output", "inner_reduce_output", "inner_reduce_accumulated"}
 MILLION = 10**6
 # The expected largest of 1, 2, 4, ... samples of a standard normal distribution, in millionths.
@@ -215,7 +215,7 @@ class Costs:
                     inner = nearest(Fraction(flops, 2 * elements)) if elements else 0
                     if entry.get("shapes") and plain(name) in MATRIX and inner > 0:
                         arithmetic = of_shape(entry["shapes"], elements, inner)
-                    if "attention" in plain(name) or "flash_attn" in plain(name):
+                    if class_of(name) == "attention":
                         products, outputs = (10, 3) if "backward" in plain(name) else (4, 1)
                         sequence = max(1, nearest(Fraction(flops * outputs * SIZES[dtype], products * max(1, written))))
                         arithmetic = up(Fraction(arithmetic * (sequence + entry.get("half_rate_sequence", 0)), sequence))
@@ -240,7 +240,7 @@ class Costs:
 
     def rates_of(self, name, dtype):
         lists = ["matmul"]
-        if "attention" in plain(name) or "flash_attn" in plain(name):
+        if class_of(name) == "attention":
             lists = ["attention_backward"] * ("backward" in plain(name)) + ["attention", "matmul"]
         return next((rates for rates in (self.device.get(field, []) for field in lists) if any(r["dtype"] == dtype for r in rates)), [])
 
@@ -514,8 +514,8 @@ class Fit:
 
 
 def plain(name):
-    name = name.split("::", 1)[-1]
-    return name.removeprefix("aten.").split(".", 1)[0]
+    namespace = "::" if "::" in name else "."
+    return name.split(namespace, 1)[-1].split(".", 1)[0]
 
 
 def class_of(name):
@@ -556,8 +556,7 @@ def of_shape(shapes, elements, inner):
 
 
 def is_matrix(name):
-    name = plain(name)
-    return name in MATRIX or any(part in name for part in MATRIX_PARTS)
+    return class_of(name) in MATRIX_CLASSES
 
 
 def efficiency(points, flops):

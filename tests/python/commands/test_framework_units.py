@@ -105,7 +105,7 @@ def test_a_rule_of_the_pages_makes_the_units_of_the_loop_over_layers(page, case,
         assert found != [tuple(unit) for unit in theirs("accelerate", "fsdp2", "llama")["units"]]
 
 
-@pytest.mark.parametrize(("model", "ours"), [("t5", "PyTorch fails here"), ("bert", "a unit inside another")])
+@pytest.mark.parametrize(("model", "ours"), [("t5", "PyTorch fails here"), ("bert", "PyTorch fails with the units that accelerate makes")])
 def test_what_accelerate_makes_and_pytorch_refuses_is_refused(model, ours, theirs, traces, tmp_path):
     """T5's encoder keeps its own module of the shared weight, outside of the group; BERT's embeddings are a layer around the input embeddings."""
     done = plan(traces(model), "--units-of", "accelerate", out=tmp_path / "p.json")

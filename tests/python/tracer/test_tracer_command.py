@@ -181,6 +181,11 @@ def test_example_configs_have_the_sizes_of_their_models(path, billions, tmp_path
     assert round(sum(p.numel() for p in module.parameters()) / 1e9, 3) == billions
 
 
+def test_a_callable_gives_its_own_images(tmp_path, capsys):
+    assert cli.main(["tracer_models:anything", "-q", "--images", "1", "-o", str(tmp_path / "t.json")]) == 2
+    assert "a callable returns its own inputs" in capsys.readouterr().err
+
+
 # ---- configs of other kinds ----
 
 _TEXT = {**{k: v for k, v in SMALL["llama"].items() if k != "architectures"}}
@@ -203,7 +208,7 @@ _LATENT = {
 }
 _OWN_TYPE = {**_LATENT, "model_type": "a_type_of_its_own", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "own.Own"}}
 _LLAMA4 = {**_TEXT, "model_type": "llama4_text", "num_local_experts": 4}
-_QWEN = {**_TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE}
+_QWEN = {**_TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE, "bos_token_id": 1, "eos_token_id": 2}
 _SINKS = {**_TEXT, "model_type": "gpt_oss", "num_local_experts": 4}
 # config, class of the root, what the note says, an operator of the forward
 OTHER_CONFIGS = {
@@ -249,6 +254,53 @@ OTHER_CONFIGS = {
         "aten._scaled_dot_product_flash_attention",
     ),
 }
+
+
+_LLAMA4_VISION = {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32, "pixel_shuffle_ratio": 0.5, "intermediate_size": 128}
+WITH_IMAGES = {
+    "llava": OTHER_CONFIGS["composite"][0],
+    "llama4": {
+        **OTHER_CONFIGS["composite, the text class under the composite's type"][0],
+        "vision_config": {**_VISION, "model_type": "llama4_vision_model", **_LLAMA4_VISION},
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {**_TEXT, "model_type": "gemma3_text", "head_dim": 16},
+        "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+def test_a_multimodal_config_with_images_is_traced_whole(kind, tmp_path, capsys):
+    config = WITH_IMAGES[kind]
+    trace = _trace(tmp_path, _config(tmp_path, config), "--batch", "2", "--seq", "32", "--images", "3")
+    assert "note" not in capsys.readouterr().err and "3 images a sample" in trace["recorded_with"]
+    assert trace["modules"][0]["class_name"] == config["architectures"][0]
+    assert {i["name"]: i["shape"] for i in trace["inputs"]} == {"input_ids": [2, 32], "pixel_values": [6, 3, 28, 28], "labels": [2, 32]}
+    graded = {trace["parameters"][e[1]]["fqn"] for e in trace["backwards"][0]["events"] if e[0] == "param_grad"}
+    assert all(any(part in fqn for fqn in graded) for part in ("language_model.", "vision", "projector"))
+    one = _trace(tmp_path, _config(tmp_path, config), "--batch", "2", "--seq", "32", "--images", "1")
+    products = [sum(e[4] for e in _operators(t, "forwards") if "vision" in t["modules"][e[2]]["fqn"]) for t in (trace, one)]
+    assert products[0] == 3 * products[1] > 0, "of three images, and of one"
+
+
+@pytest.mark.parametrize(
+    "config, images, message",
+    [
+        (SMALL["llama"], 1, "LlamaForCausalLM of model type \"llama\" is none"),
+        (SMALL["vit"], 1, "ViTForImageClassification of model type \"vit\" is none"),
+        (OTHER_CONFIGS["no class of the text alone"][0], 1, "Qwen2_5_VLForConditionalGeneration does not (give package.module:callable)"),
+        (OTHER_CONFIGS["a composite type of its own"][0], 1, "transformers has neither the model type \"own_vl\" nor a class"),
+        (WITH_IMAGES["llava"], 9, "--images 9 take 36 tokens of each sample, more than --seq 32"),
+    ],
+)
+def test_images_that_a_config_cannot_take_are_a_usage_error(config, images, message, tmp_path, capsys):
+    assert cli.main([_config(tmp_path, config), "-q", "--seq", "32", "--images", str(images), "-o", str(tmp_path / "t.json")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1, error
 
 
 @pytest.mark.parametrize("kind", OTHER_CONFIGS)
@@ -372,6 +424,8 @@ BAD_CONFIGS = [
     ("null", "holds null"),
     ({**SMALL["llama"], "num_hidden_layers": -2}, '"num_hidden_layers" is -2; expected at least 1'),
     ({**SMALL["gpt2"], "n_layer": 0}, '"n_layer" is 0; expected at least 1'),
+    ({**SMALL["llama"], "vocab_size": 0}, '"vocab_size" is 0; expected at least 1'),
+    ({**SMALL["llama"], "text_config": {"hidden_size": 4}}, "LlamaForCausalLM cannot be built"),
     ({**SMALL["mixtral"], "num_experts_per_tok": 9}, "the model failed with its own RuntimeError"),
     ({"model_type": "clip", "architectures": ["CLIPModel"]}, "CLIPModel"),
     ({**SMALL["llama"], "num_attention_heads": 7}, "LlamaConfig refuses the config"),

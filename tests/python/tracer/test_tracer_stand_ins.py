@@ -56,14 +56,16 @@ def _conv():
 
 def _scan():
     """mamba_ssm 2.3.2, csrc/selective_scan/selective_scan.cpp: float32 pairs of the state behind every 2,048 steps, and the output before the gate.
-    9 operations a step, channel and state: state-spaces/mamba issue 110."""
+    FLOPs of a step, channel and state as selective_scan_{fwd,bwd}_kernel.cuh are written, where a block scan applies its operator of 3 twice to an item:
+    delta A and its exponential, B delta u, scan, times C, sum. Backward: those, but for the output, and dout C; both scans; du 2, its factor 1, ddelta 5, the
+    state before 1; dA 3; dB 2, dC 1, and two sums in memory."""
     b, d, l, n = 2, 16, 4100, 8
     tensors = {name: ((b, d, l), H) for name in ("u", "delta", "z")}
     tensors |= {"A": ((d, n), F), "B": ((b, n, l), H), "C": ((b, n, l), H), "D": ((d,), F), "delta_bias": ((d,), F)}
-    flops = b * l * d * (9 * n + 1 + 1)
+    flops, backward = (b * l * d * n * each for each in (2 + 1 + 6 + 2, 5 + 12 + 9 + 3 + 3 + 2))
     saved = _bytes(((b, d, 3, 2 * n), F), ((b, d, l), H))
     moved = _bytes(*tensors.values()) + saved + _bytes(tensors["z"])
-    return "mamba_ssm.ops.selective_scan_interface.selective_scan_fn", tensors, {}, flops, 3 * flops, saved, moved
+    return "mamba_ssm.ops.selective_scan_interface.selective_scan_fn", tensors, {}, flops, backward, saved, moved
 
 
 def _inner():
@@ -73,11 +75,11 @@ def _inner():
     tensors = {"xz": ((b, 2 * d, l), H), "conv1d_weight": ((d, 1, w), H), "conv1d_bias": ((d,), H), "x_proj_weight": ((r + 2 * n, d), H)}
     tensors |= {"delta_proj_weight": ((d, r), H), "out_proj_weight": ((e, d), H), "A": ((d, n), F), "D": ((d,), F), "delta_bias": ((d,), F)}
     tensors["out_proj_bias"] = ((e,), H)
-    conv, scan = 2 * b * d * l * w, b * l * d * (9 * n + 2)
+    conv, scan, scan_backward = 2 * b * d * l * w, b * l * d * n * 11, b * l * d * n * 34
     step = _bmm((1, d, b * l, r))
     projections = _bmm((1, b * l, r + 2 * n, d), (1, b * l, e, d)) + step
     saved = _bytes(((b * l, r + 2 * n), H), *[((b, n, l), H)] * 2, ((b, d, 1, 2 * n), F), ((b, d, l), H))
-    backward = 2 * projections + step + (1 + 3) * conv + 3 * scan
+    backward = 2 * projections + step + (1 + 3) * conv + scan_backward
     return "mamba_ssm.ops.selective_scan_interface.mamba_inner_fn", tensors, {}, projections + conv + scan, backward, saved, None
 
 
@@ -129,7 +131,7 @@ def _delta(channels):
     tensors = {"q": ((B, T, H_, K), H), "k": ((B, T, H_, K), H), "v": ((B, T, HV, V), H), "beta": ((B, T, HV), H)}
     tensors["g"] = ((B, T, HV, K) if channels else (B, T, HV), H)
     state, keys, values, scores = (_bmm((B * HV, T, m, n)) for m, n in ((K, V), (BT, K), (BT, V), (BT, BT)))
-    solve = B * HV * NT * BT**3 // 3
+    solve = B * HV * NT * BT**3 // 2  # 16 products of blocks of 16 (kkt_solve, inter_solve_fused)
     forward = solve + (keys + keys + values) + 2 * state + (state + keys + values)
     again = (keys + values) + 2 * state
     of_states = 3 * state
@@ -183,8 +185,26 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _KIMI = {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": [2]}
 _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_experts_per_token": 2}
+_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 32, "mamba_expand": 2}
+_ZAMBA2 = {"n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 16, "mamba_ngroups": 1, "layers_block_type": ["mamba", "hybrid"]}
+_SCAN = {"causal_conv1d.causal_conv1d_fwd", "mamba_ssm.selective_scan_fwd"}
+_CHUNKS = {"causal_conv1d.causal_conv1d_fwd", "mamba_ssm.chunk_scan_fwd"}
 # architecture -> config, kernels
 HYBRIDS = {
+    "FalconMambaForCausalLM": ({"model_type": "falcon_mamba", "state_size": 8}, _SCAN),
+    "JambaForCausalLM": ({"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_dt_rank": 4}, _SCAN),
+    "Mamba2ForCausalLM": ({"model_type": "mamba2", "num_heads": 8, "state_size": 16, "n_groups": 2, "chunk_size": 32}, _CHUNKS),
+    "BambaForCausalLM": ({"model_type": "bamba", **_HEADS, "attn_layer_indices": [1]}, _CHUNKS),
+    "Zamba2ForCausalLM": ({"model_type": "zamba2", "chunk_size": 32, **_ZAMBA2}, _CHUNKS),
+    "FalconH1ForCausalLM": ({"model_type": "falcon_h1", **_HEADS, "mamba_d_ssm": 128}, _CHUNKS),
+    "GraniteMoeHybridForCausalLM": (
+        {"model_type": "granitemoehybrid", **_HEADS, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 64},
+        _CHUNKS,
+    ),
+    "OlmoHybridForCausalLM": (
+        {"model_type": "olmo_hybrid", "layer_types": ["linear_attention", "full_attention"], **_DELTA},
+        {"causal_conv1d.causal_conv1d_fwd", "fla.chunk_gated_delta_rule_fwd_h"},
+    ),
     "MambaForCausalLM": ({"model_type": "mamba", "state_size": 8}, {"causal_conv1d.causal_conv1d_fwd", "mamba_ssm.selective_scan_fwd"}),
     "NemotronHForCausalLM": (
         {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-M", **_MAMBA2},
@@ -197,7 +217,7 @@ HYBRIDS = {
     ),
     "KimiLinearForCausalLM": (
         {"model_type": "kimi_linear", "linear_attn_config": _KIMI, **_EXPERTS, **_LATENT},
-        {"causal_conv1d.causal_conv1d_fwd", "fla.chunk_kda_fwd_intra"},
+        {"causal_conv1d.causal_conv1d_fwd", "fla.chunk_kda_fwd_inter_solve_fused"},
     ),
 }
 
@@ -224,6 +244,36 @@ def test_a_shipped_stand_in_can_be_taken_away(tmp_path):
     trace = _trace(tmp_path, _config(tmp_path, config), "--seq", "16", "--stand-in", "causal_conv1d.causal_conv1d_fn=none")
     names = {e[1] for e in _operators(trace)}
     assert "aten.convolution" in names and not any(name.startswith("causal_conv1d") for name in names)
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_a_callable_imports_what_it_imports_from_an_installed_library(update, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    called = "causal_conv1d_update(x, self.weight)" if update else "causal_conv1d_fn(x, self.weight)"
+    (tmp_path / f"convolved_{update}.py").write_text(f"""
+import torch
+from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from torch import nn
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 4))
+
+    def forward(self, x):
+        return {called}
+
+def build():
+    return Convolved(), (torch.zeros(2, 8, 16),)
+""")
+    code = cli.main([f"convolved_{update}:build", "-q", "-o", "t.json"])
+    error = capsys.readouterr().err
+    assert code == (3 if update else 0), error
+    assert not update or "the model calls causal_conv1d.causal_conv1d_update, which is for generation and has no stand-in" in error
+    assert not {"mamba_ssm", "causal_conv1d", "fla"} & sys.modules.keys()
 
 
 # ---- a user's own ----
@@ -301,17 +351,149 @@ def test_a_stand_in_may_be_plain_torch(own):
         ("own_kernels.fused", 2, "expected package.module.function=FILE:callable"),
         ("fused=stand_ins_of_mine.py:fused", 2, "expected package.module.function"),
         ("own_kernels.fused=none", 2, "nothing stands in for own_kernels.fused"),
+        ("own_..fused=stand_ins_of_mine.py:fused", 2, "expected package.module.function"),
         ("own_kernels.fused=nowhere.py:fused", 3, "nowhere.py: no such file"),
-        ("own_kernels.fused=stand_ins_of_mine.py:missing", 3, "has no callable missing"),
-        ("own_kernels.fused=stand_ins_of_mine.py:a_number", 3, "has no callable a_number"),
+        ("own_kernels.fused=.:fused", 3, ".: a folder; expected a Python file"),
+        ("own_kernels.fused=wrong.py:fused", 3, "wrong.py failed: SyntaxError: "),
+        ("own_kernels.fused=exits.py:fused", 3, "exits.py failed: SystemExit: 7"),
+        ("own_kernels.fused=stand_ins_of_mine.py:missing", 3, "has no callable missing; it has fused, unfused"),
+        ("own_kernels.fused=stand_ins_of_mine.py:a_number", 3, "has no callable a_number; it has fused, unfused"),
         ("own_kernels.other=stand_ins_of_mine.py:fused", 3, "there is no such function"),
         ("math.sqrt=stand_ins_of_mine.py:fused", 2, "nothing calls this function"),
     ],
 )
 def test_stand_ins_that_cannot_be_say_why(argument, code, message, own, capsys):
+    (own / "wrong.py").write_text("def fused(:\n")
+    (own / "exits.py").write_text("raise SystemExit(7)\n")
     given = [*(["own_kernels.fused=stand_ins_of_mine.py:unfused"] if argument.startswith("math") else []), argument]
     options = [word for text in given for word in ("--stand-in", text)]
     assert cli.main(["own_model:build", "-q", "-o", "t.json", *options]) == code
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1, error
     assert not (own / "t.json").exists()
+
+
+def test_two_stand_ins_of_one_function_are_a_usage_error(own, capsys):
+    argument = "own_kernels.fused=stand_ins_of_mine.py:fused"
+    assert cli.main(["own_model:build", "-q", "-o", "t.json", "--stand-in", argument, "--stand-in", argument]) == 2
+    assert "own_kernels.fused has one already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        ("None", "returned None; expected a Kernel, or tensors as the function returns them"),
+        ("(1, 'state')", "returned a value of type tuple without a tensor; expected a Kernel"),
+        ("Kernel(None)", "returned a Kernel with outputs without a tensor; expected tensors made of an argument, as x.new_empty(...)"),
+        ("Kernel(torch.empty(3, device='cpu'))", "returned a Kernel with outputs with a tensor on cpu; expected them on the arguments' device"),
+        ("Kernel(x.new_empty(3), flops=1.5)", "returned a Kernel with flops = 1.5; expected an integer of 0 or more"),
+        ("Kernel(x.new_empty(3), flops=None)", "returned a Kernel with flops = None; expected an integer of 0 or more"),
+        ("Kernel(x.new_empty(3), backward_bytes_read=-1)", "returned a Kernel with backward_bytes_read = -1; expected an integer of 0 or more"),
+        ("Kernel(x.new_empty(3), saved=x)", "returned a Kernel with saved of type Tensor; expected a list or tuple of tensors"),
+        ("Kernel(x.new_empty(3), saved=(1,))", "returned a Kernel with saved with an element of type int; expected tensors"),
+        ("Kernel(x.new_empty(3), name='matmul')", "returned a Kernel with name = 'matmul'; expected \"library::kernel\""),
+        ("Kernel(x.new_empty(3), name='aten::mm')", 'launches a kernel called "aten::mm", which torch refuses'),
+        ("Kernel(x.new_empty(3), dtype='bfloat16')", "returned a Kernel with dtype = 'bfloat16'; expected a torch.dtype"),
+        ("x.nothing", "failed: AttributeError: "),
+        ("launch('matmul', [x], [x])", 'launches a kernel called "matmul"; expected "library::kernel"'),
+    ],
+)
+def test_what_a_stand_in_returns_is_checked(returned, message, own, capsys):
+    text = f"import torch\nfrom shardplan.tracer.stand_ins import Kernel, launch\n\ndef fused(x, scale):\n    return {returned}\n"
+    (own / "stand_ins_of_mine.py").write_text(text)
+    assert cli.main(["own_model:build", "-q", "-o", "t.json", "--stand-in", "own_kernels.fused=stand_ins_of_mine.py:fused"]) == 3
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1, error
+    assert "stand-in" in error and not (own / "t.json").exists()
+
+
+def test_a_stand_ins_file_may_hold_any_code(own):
+    """A dataclass, and the original itself, which is still that function there."""
+    (own / "own_kernels.py").write_text("def fused(x, scale):\n    return x * scale, None\n")
+    (own / "stand_ins_of_mine.py").write_text("""
+from __future__ import annotations
+from dataclasses import dataclass
+from own_kernels import fused as original
+
+@dataclass
+class Scaled:
+    by: float = 3.0
+
+def fused(x, scale):
+    return original(x, scale * Scaled().by)
+""")
+    trace = _trace(own, "own_model:build", "--stand-in", "own_kernels.fused=stand_ins_of_mine.py:fused")
+    assert [e[1] for e in _operators(trace, "forwards")].count("aten.mul") == 1
+
+
+def test_a_stand_in_of_other_parameters_says_how_it_is_called(own, capsys):
+    (own / "stand_ins_of_mine.py").write_text("def fused(x, factor):\n    return x, None\n")
+    assert cli.main(["own_model:build", "-q", "-o", "t.json", "--stand-in", "own_kernels.fused=stand_ins_of_mine.py:fused"]) == 3
+    error = capsys.readouterr().err
+    assert "takes (x, factor); the model calls it with (Tensor, scale=)" in error and len(error.splitlines()) == 1, error
+
+
+@pytest.mark.parametrize("name, arithmetic", [("None", ("own_kernels.fused", "float32")), ("'ours::fused_matmul', dtype=torch.bfloat16", ("ours.fused_matmul", "bfloat16"))])
+def test_a_kernels_name_and_dtype_may_be_said(name, arithmetic, own):
+    text = "import torch\nfrom shardplan.tracer.stand_ins import Kernel\n\ndef fused(x, scale):\n    return Kernel((x.new_empty(x.shape), None), flops=7, name=" + name + ")\n"
+    (own / "stand_ins_of_mine.py").write_text(text)
+    trace = _trace(own, "own_model:build", "--stand-in", "own_kernels.fused=stand_ins_of_mine.py:fused")
+    kernels = [e for e in _operators(trace, "forwards") + _operators(trace, "backwards") if "fused" in e[1]]
+    assert [(e[1], e[3], e[4]) for e in kernels] == [(*arithmetic, 7), (f"{arithmetic[0]}_backward", arithmetic[1], 14)]
+
+
+# ---- of a method ----
+
+_METHODS = """
+import torch
+from torch import nn
+
+class Base(nn.Module):
+    def scan(self, x):
+        raise RuntimeError("loops over every step")
+
+class Block(Base):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8))
+    def forward(self, x):
+        return self.{call}
+    @staticmethod
+    def scan_static(x, weight):
+        raise RuntimeError("loops over every step")
+    @classmethod
+    def scan_class(cls, x, weight):
+        raise RuntimeError("loops over every step")
+
+def build():
+    return Block(), (torch.empty(5, 8),)
+"""
+
+
+@pytest.mark.parametrize(
+    "method, call, parameters",
+    [
+        ("Block.scan", "scan(x)", "module, x"),
+        ("Base.scan", "scan(x)", "module, x"),
+        ("Block.scan_static", "scan_static(x, self.weight)", "x, weight"),
+        ("Block.scan_class", "scan_class(x, self.weight)", "cls, x, weight"),
+    ],
+)
+def test_a_method_has_a_stand_in(method, call, parameters, tmp_path, monkeypatch):
+    """The object comes first. Its parameters are read, and get a gradient, as those among the arguments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    model = f"model_of_{method.replace('.', '_')}"
+    (tmp_path / f"{model}.py").write_text(_METHODS.format(call=call))
+    (tmp_path / "mine.py").write_text(
+        f"from shardplan.tracer.stand_ins import Kernel\n\ndef scan({parameters}):\n    return Kernel(x.new_empty(x.shape), saved=(x,), flops=3)\n"
+    )
+    trace = _trace(tmp_path, f"{model}:build", "--stand-in", f"{model}.{method}=mine.py:scan")
+    (forward,), (backward,) = ([e for e in _operators(trace, passes) if "scan" in e[1]] for passes in ("forwards", "backwards"))
+    assert (forward[1], backward[1]) == (kernel := f"{model}_{method}", f"{kernel}_backward")
+    assert forward[5] == 4 * (5 * 8 + 8) and backward[6] == 4 * 8, "the weight is read, and gets a gradient; the input needs none"
+    assert {e[1] for e in trace["backwards"][0]["events"] if e[0] == "param_grad"} == {0}
+    with pytest.raises(RuntimeError, match="loops over every step"):
+        block = sys.modules[model].Block()
+        eval(f"block.{call}", {"block": block, "x": None, "self": block})
+    del sys.modules[model]

@@ -17,6 +17,8 @@
 #include "shardplan/planner/schedule.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/precision.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/simulate.h"
 #include "support.h"
 #include "texts/explain_plan.h"
@@ -104,6 +106,27 @@ Result<std::string> ExplainTimedSchedule(const Plan& plan) {
   });
 }
 
+// "": the trace says what gradients autograd makes. A wider one of a norm's weight is known of a trace that
+// was recorded in the dtype that is planned, and stays as it is in FSDP2 (gradients_stay_as_made).
+std::string RecordedDTypeNote(const Trace& trace, const Plan& plan) {
+  if (plan.strategy.policy != "fsdp2" || !RulesOf(plan.strategy).gradients_stay_as_made) return {};
+  for (const Unit& unit : plan.units) {
+    const auto may_be_wider = [&](const UnitParameter& parameter) {
+      return parameter.requires_grad && KeepsWiderGrads(unit, parameter);
+    };
+    if (unit.param_dtype == trace.compute_dtype || !std::ranges::any_of(unit.parameters, may_be_wider))
+      continue;
+    const auto recorded = Name(trace.compute_dtype), planned = Name(unit.param_dtype);
+    return fmt::format(
+        "note: the trace was recorded in {}, and {} computes in {}: gradients that autograd makes wider than "
+        "that "
+        "(norms' weights), which FSDP2 reduces as they are, are not known; `shardplan trace --dtype {}` "
+        "records them",
+        recorded, DisplayName(unit.fqn), planned, planned);
+  }
+  return {};
+}
+
 Status RunPlan(PlanArguments options) {
   Result<std::string> path = ResolveTrace(options.trace, options.seq);
   if (!path) return std::unexpected(std::move(path.error()));
@@ -129,6 +152,8 @@ Status RunPlan(PlanArguments options) {
   const Result<PlannerOutput> planned =
       PlanTrace(*trace, options.trace, *given, options.strategy, *cluster, plan_options);
   if (!planned) return std::unexpected(planned.error());
+  if (const std::string note = RecordedDTypeNote(*trace, planned->plan); !note.empty())
+    Progress(options.quiet, note);
   for (const std::string& fault : planned->faults) {
     Warn(fmt::format("the plan has a fault because PyTorch has it: {}", fault));
   }

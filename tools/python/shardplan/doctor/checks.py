@@ -33,8 +33,8 @@ class Check:
     name: str
     run: Callable[[], Finding] | None
     needed: bool  # to plan, simulate and train on CPU ranks
-    of_torch: bool  # nothing to look for where torch is not installed
     advice: str  # where it does not even end
+    of_torch: bool = False  # nothing to look for where torch is not installed
 
 
 def has_torch() -> bool:
@@ -144,15 +144,15 @@ def _package(name: str, use: str) -> Callable[[], Finding]:
 
 
 CHECKS = (
-    Check("programs", None, True, False, "tools/build dev" if in_checkout() else "pip install --force-reinstall shardplan"),
-    Check("python", _python, True, False, "SHARDPLAN_PYTHON names another interpreter"),
-    Check("torch", _torch, True, False, how_to_install("torch")),
-    Check("shardplan.torch", _module, True, True, TRAINS),
-    Check("Gloo", _gloo, True, True, "CPU ranks need it"),
-    Check("GPUs", _gpus, False, True, "the driver hangs: nvidia-smi says more"),
-    Check("NCCL", _nccl, False, True, "NCCL_DEBUG=INFO says where it waits"),
-    Check("transformers", _package("transformers", "traces from a Hugging Face config"), False, False, ""),
-    Check("pyarrow", _package("pyarrow", "sweeps as Parquet files"), False, False, ""),
+    Check("programs", None, True, "tools/build dev" if in_checkout() else "pip install --force-reinstall shardplan"),
+    Check("python", _python, True, "SHARDPLAN_PYTHON names another interpreter"),
+    Check("torch", _torch, True, how_to_install("torch")),
+    Check("shardplan.torch", _module, True, TRAINS, of_torch=True),
+    Check("Gloo", _gloo, True, "CPU ranks need it", of_torch=True),
+    Check("GPUs", _gpus, False, "the driver hangs: nvidia-smi says more", of_torch=True),
+    Check("NCCL", _nccl, False, "NCCL_DEBUG=INFO says where it waits", of_torch=True),
+    Check("transformers", _package("transformers", "traces from a Hugging Face config"), False, ""),
+    Check("pyarrow", _package("pyarrow", "sweeps as Parquet files"), False, ""),
 )
 
 

@@ -71,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
         "--batch", type=_positive, default=1, metavar="N", help="samples per rank and step (default: 1)"
     )
     result.add_argument("--seq", type=_positive, default=2048, metavar="N", help="tokens per sample (default: 2048)")
+    result.add_argument(
+        "--images", type=_positive, default=0, metavar="N", help="images per sample of a multimodal config, which is traced whole then (default: its text model)"
+    )
     dtypes = ("float32", "bfloat16", "float16", "float64")
     result.add_argument(
         "--dtype", choices=dtypes, help="dtype of the computation (default: bfloat16 for a config, a module's own)"
@@ -140,8 +143,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=FILE:CALLABLE",
-        help="what runs in place of package.module.function, whose kernel cannot be traced: it says the kernel's outputs, FLOPs, bytes and what it keeps "
-        "for the backward (docs/internals/tracer.md). Those of causal_conv1d, mamba_ssm and fla are shipped; NAME=none takes one away. Repeat it for others",
+        help="what runs in place of package.module.function, or of a method, whose kernel cannot be traced: it says the kernel's outputs, FLOPs, bytes and what it keeps "
+        "for the backward (docs/reference/stand-ins.md). Those of causal_conv1d, mamba_ssm and fla are shipped; NAME=none takes one away. Repeat it for others",
     )
     result.add_argument("--name", default="", help="the model's name in the trace")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
@@ -197,6 +200,7 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         stand_ins=stand_ins.load(arguments.stand_in),
         batch=arguments.batch,
         seq=arguments.seq,
+        images=arguments.images,
         dtype=arguments.dtype,
         param_dtype=arguments.param_dtype,
         loss=arguments.loss,

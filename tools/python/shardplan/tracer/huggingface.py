@@ -6,6 +6,8 @@ The class is the one the config's `architectures` names; the batch is what a use
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,11 +104,32 @@ def _text_alone(architecture: str, modalities: tuple[str, ...]) -> str:
     return f"{architecture} takes {' and '.join(others)}, too: the batch is text alone, what reads {' and '.join(others)} gets no gradient"
 
 
+def _pixels(count: int, config, dtype: torch.dtype) -> torch.Tensor:
+    height, width = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
+    return torch.empty(count, getattr(config, "num_channels", 3), height, width, dtype=dtype, device="cuda")
+
+
+def _with_room(placeholders: Callable, images: int) -> Callable:
+    """get_placeholder_mask of transformers' models, which finds the tokens that images take: there must be as many in the batch."""
+
+    @functools.wraps(placeholders)
+    def checked(input_ids, inputs_embeds, image_features=None, *more, **others):
+        if image_features is not None and image_features.numel() > inputs_embeds.numel():
+            samples, seq, width = inputs_embeds.shape
+            needed = image_features.numel() // (samples * width)
+            raise UsageProblem(f"--images {images} take {needed} tokens of each sample, more than --seq {seq}")
+        return placeholders(input_ids, inputs_embeds, image_features, *more, **others)
+
+    return checked
+
+
 class HuggingFaceModel:
     """A config file: builds the module, then the batch. `facts`: how the trace was made. `notes`: what a reader of the config would not expect of it."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, images: int = 0):
+        """images: in each sample of a multimodal config, which is built whole then; 0: its text model, or text alone."""
         self._transformers = _transformers()
+        self._images = images
         self.name = path.stem
         self.facts = [f"transformers {self._transformers.__version__}"]
         self.notes: list[str] = []
@@ -121,6 +144,8 @@ class HuggingFaceModel:
         """Sets the class, its config and its family."""
         model_type, architecture = data["model_type"], data["architectures"][0]
         config_class = self._config_class(data, path)
+        if config_class is None and self._images:
+            raise UsageProblem(f'--images: transformers has neither the model type "{model_type}" nor a class "{architecture}" that could read them')
         if config_class is None:
             name = next((name for name in _TEXT_PARTS if isinstance(data.get(name), dict)), None)
             part = data.get(name, {})
@@ -141,11 +166,13 @@ class HuggingFaceModel:
         except Exception as error:
             said = " ".join(str(error).split())  # of several lines
             raise TracerError(f"{path}: {config_class.__name__} refuses the config: {type(error).__name__}: {said}") from error
-        layers = getattr(self.config, "num_hidden_layers", None)
-        if isinstance(layers, int) and layers < 1:
-            name = self.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-            raise TracerError(f'{path}: "{name}" is {layers}; expected at least 1')
+        for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            if isinstance(found := getattr(self.config, size, None), int) and found < 1:
+                raise TracerError(f'{path}: "{self.config.attribute_map.get(size, size)}" is {found}; expected at least 1')
         known = self.config.model_type
+        if self._images:
+            self._choose_with_images(known, architecture)
+            return
         self._family = _family(known, architecture)
         if self._family in (None, "causal_lm") and self._choose_text_model(known, architecture):
             return
@@ -169,6 +196,20 @@ class HuggingFaceModel:
         del data["model_type"]  # the class's own
         return model_class.config_class
 
+    def _choose_with_images(self, model_type: str, architecture: str) -> None:
+        if not any(architecture in _classes(mapping, model_type) for mapping in _MULTIMODAL):
+            raise UsageProblem(f"--images is for multimodal configs; {architecture} of model type \"{model_type}\" is none")
+        self._family = "causal_lm"
+        self._set_class(architecture)
+        taken = inspect.signature(self.model_class.forward).parameters
+        size = getattr(getattr(self.config, "vision_config", None), "image_size", None)
+        if "pixel_values" not in taken or "image_grid_thw" in taken or not isinstance(size, (int, list, tuple)):
+            raise UsageProblem(
+                f"--images needs a class that takes pixel_values of one size, image_size of its vision_config; {architecture} does not"
+                " (give package.module:callable)"
+            )
+        self.facts.append(f"{self._images} images a sample")
+
     def _choose_text_model(self, model_type: str, architecture: str) -> bool:
         """Takes the text model of a composite config, and says so; its whole model where transformers has no class for the text model alone."""
         if self.config.is_encoder_decoder:
@@ -178,6 +219,8 @@ class HuggingFaceModel:
             text = self.config.get_text_config(decoder=True)
         except ValueError:  # there are several
             return False
+        if not isinstance(text, self._transformers.PreTrainedConfig):  # a field of a config that has no parts
+            text = self.config
         if whole is None and (self._family is None or text is self.config):
             return False
         self._family = "causal_lm"
@@ -231,15 +274,16 @@ class HuggingFaceModel:
             raise TracerError(
                 f"{self.model_class.__name__} cannot be built: {type(error).__name__}: {one_line(error)}{place(error, None)}"
             ) from error
+        if self._images:
+            for module in model.modules():
+                if hasattr(module, "get_placeholder_mask"):
+                    module.get_placeholder_mask = _with_room(module.get_placeholder_mask, self._images)
         return model.train()
 
     def batch(self, batch: int, seq: int, dtype: torch.dtype, loss: str) -> Batch:
         """Fake CUDA inputs and the loss of the model's output."""
         if self._family == "image_classification":
-            size = self.config.image_size
-            height, width = (size, size) if isinstance(size, int) else size
-            images = torch.empty(batch, self.config.num_channels, height, width, dtype=dtype, device="cuda")
-            given, labels, tokens = {"pixel_values": images}, torch.empty(batch, dtype=torch.long, device="cuda"), batch
+            given, labels, tokens = {"pixel_values": _pixels(batch, self.config, dtype)}, torch.empty(batch, dtype=torch.long, device="cuda"), batch
         else:
             limit = getattr(self.config, "max_position_embeddings", None)
             if limit is not None and self._learned_positions() and seq > limit:
@@ -249,6 +293,8 @@ class HuggingFaceModel:
             given = {"input_ids": torch.empty(batch, seq, dtype=torch.long, device="cuda")}
             if self._family == "seq2seq_lm":
                 given["decoder_input_ids"] = torch.empty(batch, seq, dtype=torch.long, device="cuda")
+            if self._images:
+                given["pixel_values"] = _pixels(batch * self._images, self.config.vision_config, dtype)
             labels, tokens = torch.empty(batch, seq, dtype=torch.long, device="cuda"), batch * seq
         inputs = [*given.items(), ("labels", labels)]
         if loss == "model":

@@ -183,6 +183,12 @@ def arithmetic_dtype(inputs: list, outputs: list) -> str:
     return dtype_name(tensors[0].dtype)
 
 
+def dtype_of(operator: Operator, args: tuple, inputs: list, outputs: list) -> str:
+    """`arithmetic_dtype`, or what a stand-in says instead."""
+    declared = declared_cost(args).dtype if operator.declared else None
+    return arithmetic_dtype(inputs, outputs) if declared is None else dtype_name(declared)
+
+
 def read_tensors(operator: Operator, args: tuple, kwargs: dict, outputs: list) -> list[tuple[torch.Tensor, int]]:
     """(tensor, bytes read of it) for each tensor argument that is read, in order."""
     if operator.base in _READS_NOTHING:

@@ -346,7 +346,7 @@ class Recorder(TorchDispatchMode):
                 _append_new(writes, made[-1][0])
         if not inputs and not writes:
             return  # nothing on the device
-        dtype = operators.arithmetic_dtype(inputs, outputs or written)
+        dtype = operators.dtype_of(operator, args, inputs, outputs or written)
         count = operators.flops(operator, args, kwargs, out)
         by_tensors = sum(view.bytes_read for view in views), sum(size for _, size in made)
         bytes_read, bytes_written = operators.bytes_moved(operator, args, *by_tensors)

@@ -45,6 +45,7 @@ class Options:
 
     batch: int = 1
     seq: int = 2048
+    images: int = 0  # in each sample of a multimodal config; 0: its text model
     dtype: str | None = None  # the passes' dtype; None: bfloat16 for a config, a module's own otherwise
     param_dtype: str | None = (
         None  # the document's parameter dtype; None: float32 for a config, a module's own otherwise
@@ -101,6 +102,8 @@ def trace_source(source: str, options: Options, progress: Progress = Progress())
             raise
     if ":" not in source:
         raise TracerError(f'"{source}" is neither a file nor package.module:callable')
+    if options.images:
+        raise UsageProblem("--images is for Hugging Face configs; a callable returns its own inputs: (module, inputs)")
     with stand_ins.standing_in(options.stand_ins):  # imported, too
         return trace_callable(sources.find_callable(source), source, options, progress)
 
@@ -242,7 +245,7 @@ def _tokens(inputs: list[torch.Tensor]) -> int:
 def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
     from shardplan.tracer import huggingface
 
-    model = huggingface.HuggingFaceModel(path)
+    model = huggingface.HuggingFaceModel(path, options.images)
     dtype = DTYPES[options.dtype or "bfloat16"]
     answers = Answers(options.answers)
     with _recording(options):

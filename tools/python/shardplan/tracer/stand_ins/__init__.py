@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 
 from shardplan.tracer.errors import TracerError, UsageProblem
+from shardplan.tracer.places import one_line
 from shardplan.tracer.stand_ins import causal_conv1d, fla, mamba_ssm
-from shardplan.tracer.stand_ins.launch import Kernel, launch, run
+from shardplan.tracer.stand_ins.launch import Kernel, launch, run, type_name
 
 __all__ = ["SHIPPED", "Kernel", "launch", "load", "standing_in"]
 
@@ -38,39 +39,84 @@ SHIPPED: dict[str, Callable] = {
     "fla.ops.kda.chunk_kda": fla.chunk_kda,
 }
 
+# What models import beside those, for generation, which no training step calls: in libraries that are not here.
+_FOR_GENERATION = (
+    "causal_conv1d.causal_conv1d_update",
+    "mamba_ssm.ops.triton.selective_state_update.selective_state_update",
+    "fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule",
+    "fla.ops.kda.fused_recurrent_kda",
+)
+
 
 def load(texts: list[str]) -> dict[str, Callable | None]:
-    """The user's own, each "package.module.function=FILE:callable"; "=none" takes a shipped one away."""
-    return dict(map(_loaded, texts))
+    """The user's own, each "package.module.function=FILE:callable"; "=none" takes a shipped one away. Raises TracerError."""
+    own: dict[str, Callable | None] = {}
+    for text in texts:
+        name, function = _loaded(text)
+        if name in own:
+            raise UsageProblem(f"--stand-in {text}: {name} has one already; expected one for each function")
+        own[name] = function
+    return own
 
 
 def _loaded(text: str) -> tuple[str, Callable | None]:
     name, equals, place = text.partition("=")
     path, _, attribute = place.rpartition(":")
-    if not equals or "." not in name.strip(".") or not (place == "none" or (path and attribute)):
+    dotted = "." in name and all(part.isidentifier() for part in name.split("."))
+    if not equals or not dotted or not (place == "none" or (path and attribute)):
         raise UsageProblem(f"--stand-in {text}: expected package.module.function=FILE:callable, or package.module.function=none")
     if place == "none":
         if name not in SHIPPED:
             raise UsageProblem(f"--stand-in {text}: nothing stands in for {name}; what does: {', '.join(SHIPPED)}")
         return name, None
-    return name, _callable_in(Path(path), attribute)
+    return name, _called_by(name, place, _callable_in(Path(path), attribute, text))
 
 
-def _callable_in(path: Path, attribute: str) -> Callable:
+def _callable_in(path: Path, attribute: str, text: str) -> Callable:
     if not path.is_file():
-        raise TracerError(f"cannot read the stand-in's file {path}: no such file")
-    spec = importlib.util.spec_from_file_location(f"shardplan_stand_in_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise TracerError(f"{path} is no Python file; expected FILE:callable")
-    module = importlib.util.module_from_spec(spec)
+        raise TracerError(f"--stand-in {text}: {path}: {'no such file' if not path.exists() else 'a folder; expected a Python file'}")
+    name = f"shardplan_stand_in_{path.stem}"
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    sys.modules[name] = module  # where dataclasses look; not for longer: what the file imported is not to be replaced in it
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise TracerError(f"the stand-in's file {path} failed: {type(error).__name__}: {error}") from error
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise TracerError(f"--stand-in {text}: {path} failed: {type(error).__name__}: {one_line(error)}") from error
+    finally:
+        del sys.modules[name]
     found = getattr(module, attribute, None)
     if not callable(found):
-        raise TracerError(f"{path} has no callable {attribute}")
+        own = [key for key, value in vars(module).items() if isinstance(value, types.FunctionType) and value.__module__ == name]
+        raise TracerError(f"--stand-in {text}: {path} has no callable {attribute}; it has {', '.join(own) or 'none'}")
     return found
+
+
+def _called_by(name: str, place: str, function: Callable) -> Callable:
+    """`function`, of FILE:callable `place`, as the model calls `name`: its own mistakes are not the model's."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of something built in
+        return function
+
+    @functools.wraps(function)
+    def called(*arguments, **options):
+        try:
+            signature.bind(*arguments, **options)
+        except TypeError as error:
+            given = [type_name(argument) for argument in arguments] + [f"{key}=" for key in options]
+            what = f"the model calls it with ({', '.join(given)}): {error}; expected the function's own parameters"
+            raise TracerError(f"the stand-in for {name}, {place}, takes {signature}; {what}") from error
+        try:
+            return function(*arguments, **options)
+        except _MISTAKES as error:
+            raise TracerError(f"the stand-in for {name}, {place}, failed: {type(error).__name__}: {one_line(error)}") from error
+
+    return called
+
+
+# What Python raises; torch's errors are RuntimeErrors, and the session knows what to say of them.
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
 
 
 _active: list[str] | None = None  # while standing_in: functions that were stood in for, in order of their first call
@@ -91,6 +137,13 @@ def _observed(name: str, function: Callable, called: list[str]) -> Callable:
     return stand_in
 
 
+def _refused(name: str) -> Callable:
+    def refused(*_arguments, **_options):
+        raise TracerError(f"the model calls {name}, which is for generation and has no stand-in; --stand-in {name}=FILE:callable gives one")
+
+    return refused
+
+
 @contextlib.contextmanager
 def standing_in(own: dict[str, Callable | None]) -> Iterator[None]:
     """Inside, the table's functions are their stand-ins, wherever they were imported. Entered again inside, nothing changes."""
@@ -104,6 +157,10 @@ def standing_in(own: dict[str, Callable | None]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for name, function in table.items():
                 stack.enter_context(_replaced(name, function, required=name in own))
+            for name in _FOR_GENERATION:
+                if name not in table and _owner(name, required=False)[0] is None:
+                    table[name] = _refused(name)
+                    stack.enter_context(_replaced(name, table[name], required=False))
             stack.enter_context(_in_transformers(table))
             yield
     finally:
@@ -117,12 +174,17 @@ def _replaced(name: str, function: Callable, required: bool) -> Iterator[None]:
         if owner is None:
             owner = stack.enter_context(_absent_module(name.rpartition(".")[0]))
         original = getattr(owner, attribute, None)
-        in_class = isinstance(owner, type) and not isinstance(owner.__dict__.get(attribute), types.FunctionType)
-        stack.enter_context(unittest.mock.patch.object(owner, attribute, staticmethod(function) if in_class else function, create=True))
+        stack.enter_context(unittest.mock.patch.object(owner, attribute, _as_in(owner, attribute, function), create=True))
         for module in list(sys.modules.values()) if original is not None else ():
             for known in [key for key, value in list(vars(module).items()) if value is original] if isinstance(module, types.ModuleType) else ():
                 stack.enter_context(unittest.mock.patch.object(module, known, function))
         yield
+
+
+def _as_in(owner: object, attribute: str, function: Callable) -> object:
+    """The function as the class holds what it replaces: of a method it gets the object first, of a class method the class."""
+    held = inspect.getattr_static(owner, attribute, None) if isinstance(owner, type) else None
+    return type(held)(function) if isinstance(held, (staticmethod, classmethod)) else function
 
 
 def _owner(name: str, required: bool) -> tuple[object | None, str]:

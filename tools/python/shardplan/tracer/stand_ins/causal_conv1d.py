@@ -12,7 +12,7 @@ from shardplan.tracer.stand_ins.launch import launch
 def forward_kernel(x, weight, bias, seq_idx, initial_states, final_states, silu: bool) -> Tensor:
     out = torch.empty_like(x)
     reads = [x, weight, bias, seq_idx, initial_states]
-    launch("causal_conv1d.causal_conv1d_fwd", reads, [out, final_states], 2 * x.numel() * weight.shape[-1])
+    launch("causal_conv1d::causal_conv1d_fwd", reads, [out, final_states], 2 * x.numel() * weight.shape[-1], torch.float32)
     return out
 
 
@@ -24,10 +24,11 @@ def backward_kernel(x, weight, bias, dout, seq_idx, initial_states, dfinal_state
     dinitial = None if initial_states is None else torch.empty_like(initial_states)
     products = 3 if silu else 2
     launch(
-        "causal_conv1d.causal_conv1d_bwd",
+        "causal_conv1d::causal_conv1d_bwd",
         [x, weight, bias, dout, seq_idx, initial_states, dfinal_states],
         [dx, dweight, dbias, dinitial],
         products * 2 * x.numel() * weight.shape[-1],
+        torch.float32,
     )
     return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype), dinitial
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardplan.tracer.stand_ins.launch import launch
 
-_SUBCHUNK = 16  # of KDA's triangular solve
+_SUBCHUNK = 16  # of a block of the triangular solve
 _WIDE, _NARROW = 128, 32  # columns of keys that a block takes: of the gated delta rule's gradients, of KDA's
 
 
@@ -36,8 +36,9 @@ class _Sizes(NamedTuple):
         return 2 * self.B * self.T * self.HV * (states * self.K * self.V + self.BT * (keys * self.K + values * self.V + scores * self.BT))
 
     def solve(self) -> int:
-        """FLOPs of the inverses of the unit triangles: BT^3 / 3 each."""
-        return self.B * self.NT * self.HV * self.BT**3 // 3
+        """FLOPs of the inverses of the unit triangles, by blocks: one that is d below the diagonal takes d + 1 products. BT^3 / 2 each for BT = 64."""
+        blocks = self.BT // _SUBCHUNK
+        return self.B * self.NT * self.HV * 2 * _SUBCHUNK**3 * sum((blocks - d) * (d + 1) for d in range(1, blocks))
 
 
 def _sizes(k: Tensor, v: Tensor, chunk: int) -> _Sizes:
@@ -50,27 +51,27 @@ def _made(like: Tensor, *shape: int, dtype: torch.dtype | None = torch.float32) 
 
 def _norm(x: Tensor) -> tuple[Tensor, Tensor]:
     y, rstd = torch.empty_like(x), _made(x, *x.shape[:-1])
-    launch("fla.l2norm_fwd", [x], [y, rstd])
+    launch("fla::l2norm_fwd", [x], [y, rstd])
     return y, rstd
 
 
 def _norm_backward(y: Tensor, rstd: Tensor, dy: Tensor) -> Tensor:
     dx = torch.empty_like(y)
-    launch("fla.l2norm_bwd", [y, rstd, dy], [dx])
+    launch("fla::l2norm_bwd", [y, rstd, dy], [dx])
     return dx
 
 
 def _cumulated(g: Tensor, *gate: Tensor | None) -> Tensor:
     """The decay summed within chunks, in float32; made of the gate's input where `gate` is there."""
     sums = torch.empty_like(g, dtype=torch.float32)
-    launch("fla.gate_chunk_cumsum" if gate else "fla.chunk_local_cumsum", [g, *gate], [sums])
+    launch("fla::gate_chunk_cumsum" if gate else "fla::chunk_local_cumsum", [g, *gate], [sums])
     return sums
 
 
 def _gate_backward(g, A_log, dt_bias, dg, s: _Sizes):
     made = torch.empty_like(g, dtype=torch.float32)
     parts = None if A_log is None else _made(g, s.NT, s.HV)
-    launch("fla.gate_bwd", [g, A_log, dt_bias, dg], [made, parts])
+    launch("fla::gate_bwd", [g, A_log, dt_bias, dg], [made, parts])
     dA = None if A_log is None else parts.sum(0).view_as(A_log).to(A_log.dtype)
     dbias = None if dt_bias is None else made.view(-1, dt_bias.numel()).sum(0).to(dt_bias.dtype)
     return made, dA, dbias
@@ -80,7 +81,7 @@ def _states(k, w, u, g, initial_state, final: bool, s: _Sizes) -> tuple[Tensor, 
     h = _made(k, s.B, s.NT, s.HV, s.K, s.V, dtype=None)
     last = torch.zeros(s.B, s.HV, s.K, s.V, dtype=torch.float32, device=k.device) if final else None
     v_new = torch.empty_like(u)
-    launch("fla.chunk_gated_delta_rule_fwd_h", [k, u, w, g, initial_state], [h, v_new, last], s.products(states=2))
+    launch("fla::chunk_gated_delta_rule_fwd_h", [k, u, w, g, initial_state], [h, v_new, last], s.products(states=2), k.dtype)
     return h, v_new, last
 
 
@@ -88,7 +89,7 @@ def _states_backward(q, k, w, g, initial_state, dlast, do, dv, s: _Sizes) -> tup
     dh = _made(q, s.B, s.NT, s.HV, s.K, s.V, dtype=None)
     dinitial = None if initial_state is None else torch.empty_like(initial_state, dtype=torch.float32)
     made = torch.empty_like(dv)
-    launch("fla.chunk_gated_delta_rule_bwd_dhu", [q, k, w, g, dlast, do, dv], [dh, dinitial, made], s.products(states=3))
+    launch("fla::chunk_gated_delta_rule_bwd_dhu", [q, k, w, g, dlast, do, dv], [dh, dinitial, made], s.products(states=3), q.dtype)
     return dh, dinitial, made
 
 
@@ -107,7 +108,7 @@ class _Preparation:
         self.beta = self.raw_beta
         if sigmoid:
             self.beta = torch.empty_like(self.raw_beta, dtype=torch.float32)
-            launch("fla.beta_sigmoid_fwd", [self.raw_beta], [self.beta])
+            launch("fla::beta_sigmoid_fwd", [self.raw_beta], [self.beta])
 
     def saved(self) -> tuple:
         return self.q, self.q_rstd, self.k, self.k_rstd, self.v, self.raw_beta, self.beta
@@ -120,7 +121,7 @@ def _finished(saved: list, dq, dk, dv, dbeta) -> tuple:
         dq, dk = _norm_backward(q, q_rstd, dq), _norm_backward(k, k_rstd, dk)
     if raw_beta is not beta:
         made = torch.empty_like(raw_beta)
-        launch("fla.beta_sigmoid_bwd", [raw_beta, dbeta], [made])
+        launch("fla::beta_sigmoid_bwd", [raw_beta, dbeta], [made])
         dbeta = made
     return tuple(t.to(like.dtype) for t, like in zip((dq, dk, dv, dbeta), (q, k, v, raw_beta)))
 
@@ -130,7 +131,7 @@ def _finished(saved: list, dq, dk, dv, dbeta) -> tuple:
 
 def _transformed(k, v, beta, A, g, s: _Sizes) -> tuple[Tensor, Tensor]:
     w, u = _made(k, s.B, s.T, s.HV, s.K, dtype=None), torch.empty_like(v)
-    launch("fla.recompute_w_u_fwd", [k, v, beta, A, g], [w, u], s.products(keys=1, values=1))
+    launch("fla::recompute_w_u_fwd", [k, v, beta, A, g], [w, u], s.products(keys=1, values=1), k.dtype)
     return w, u
 
 
@@ -143,11 +144,11 @@ class _GatedDeltaRule(torch.autograd.Function):
         ctx.gated = gated
         sums = _cumulated(given.g, A_log, dt_bias) if gated else _cumulated(given.g)
         A = torch.zeros(s.B, s.T, s.HV, s.BT, dtype=k.dtype, device=k.device)
-        launch("fla.chunk_gated_delta_rule_fwd_kkt_solve", [k, sums, beta], [A], s.products(keys=1) + s.solve())
+        launch("fla::chunk_gated_delta_rule_fwd_kkt_solve", [k, sums, beta], [A], s.products(keys=1) + s.solve(), k.dtype)
         w, u = _transformed(k, v, beta, A, sums, s)
         h, v_new, last = _states(k, w, u, sums, initial_state, final, s)
         o = torch.empty_like(v_new)
-        launch("fla.chunk_fwd_o", [q, k, v_new, h, sums], [o], s.products(states=1, keys=1, values=1))
+        launch("fla::chunk_fwd_o", [q, k, v_new, h, sums], [o], s.products(states=1, keys=1, values=1), q.dtype)
         ctx.save_for_backward(*given.saved(), given.g if gated else None, sums, A, initial_state, A_log, dt_bias)
         return o, last
 
@@ -159,16 +160,16 @@ class _GatedDeltaRule(torch.autograd.Function):
         w, u = _transformed(k, v, beta, A, sums, s)
         h, v_new, _ = _states(k, w, u, sums, initial_state, False, s)
         dv = torch.empty_like(do)
-        launch("fla.chunk_bwd_dv_local", [q, k, sums, do], [dv], s.products(keys=1, values=1))
+        launch("fla::chunk_bwd_dv_local", [q, k, sums, do], [dv], s.products(keys=1, values=1), q.dtype)
         dh, dinitial, dv = _states_backward(q, k, w, sums, initial_state, dlast, do, dv, s)
         dq, dk = (_made(k, s.B, s.T, s.HV, s.K, dtype=None) for _ in range(2))
         parts = _made(k, math.ceil(s.K / _WIDE), *sums.shape)
         dw = torch.empty_like(w)
-        launch("fla.chunk_bwd_dqkwg", [q, k, v_new, h, sums, do, dh, w, dv], [dq, dk, parts, dw], s.products(states=3, keys=2, values=1))
+        launch("fla::chunk_bwd_dqkwg", [q, k, v_new, h, sums, do, dh, w, dv], [dq, dk, parts, dw], s.products(states=3, keys=2, values=1), q.dtype)
         dq, dk, dg = _by_keys(dq, s), _by_keys(dk, s), parts.sum(0)
         dk2, dv2, dg2, dbeta = _made(k, s.B, s.T, s.HV, s.K, dtype=None), torch.empty_like(v), torch.empty_like(sums), torch.empty_like(beta)
         of_solve = s.products(keys=5, values=2, scores=2)
-        launch("fla.prepare_wy_repr_bwd", [k, v, beta, sums, A, dw, dv], [dk2, dv2, dbeta, dg2], of_solve)
+        launch("fla::prepare_wy_repr_bwd", [k, v, beta, sums, A, dw, dv], [dk2, dv2, dbeta, dg2], of_solve, k.dtype)
         dk.add_(_by_keys(dk2, s))
         dg.add_(dg2)
         dg = _cumulated(dg)
@@ -197,7 +198,7 @@ def _transformed_by_channel(k, v, beta, A, g, q, s: _Sizes) -> tuple[Tensor, Ten
     w, kg = (_made(k, s.B, s.T, s.HV, s.K, dtype=None) for _ in range(2))
     u = torch.empty_like(v)
     qg = None if q is None else _made(k, s.B, s.T, s.HV, s.K, dtype=None)
-    launch("fla.recompute_w_u_fwd_kda", [q, k, v, beta, A, g], [w, u, qg, kg], s.products(keys=1, values=1))
+    launch("fla::recompute_w_u_fwd_kda", [q, k, v, beta, A, g], [w, u, qg, kg], s.products(keys=1, values=1), k.dtype)
     return w, u, qg, kg
 
 
@@ -212,11 +213,14 @@ class _KimiDelta(torch.autograd.Function):
         Aqk = _made(k, s.B, s.T, s.HV, s.BT, dtype=None)
         Akk = torch.zeros(s.B, s.T, s.HV, s.BT, dtype=k.dtype, device=k.device)
         diagonal = _made(k, s.B, s.T, s.HV, min(_SUBCHUNK, s.BT))
-        launch("fla.chunk_kda_fwd_intra", [q, k, sums, beta], [Aqk, Akk, diagonal], s.products(keys=2) + s.solve())
+        of_diagonal = s.products(keys=2) * diagonal.shape[-1] // s.BT  # sums, not products of matrices
+        launch("fla::chunk_kda_fwd_intra_token_parallel", [q, k, sums, beta], [Aqk, diagonal], of_diagonal, torch.float32)
+        of_rest = s.products(keys=2) - of_diagonal + s.solve()
+        launch("fla::chunk_kda_fwd_inter_solve_fused", [q, k, sums, beta, diagonal], [Aqk, Akk], of_rest, torch.float32)
         w, u, qg, kg = _transformed_by_channel(k, v, beta, Akk, sums, q if keep else None, s)
         h, v_new, last = _states(kg, w, u, sums, initial_state, final, s)
         o = torch.empty_like(v)
-        launch("fla.chunk_gla_fwd_o_gk", [q, v_new, sums, Aqk, h], [o], s.products(states=1, values=1))
+        launch("fla::chunk_gla_fwd_o_gk", [q, v_new, sums, Aqk, h], [o], s.products(states=1, values=1), q.dtype)
         again = (w, u, qg, kg, v_new, h) if keep else (None,) * 6
         kept = None if gated and not keep else sums
         ctx.save_for_backward(*given.saved(), given.g, kept, Aqk, Akk, A_log, dt_bias, initial_state, *again)
@@ -232,16 +236,16 @@ class _KimiDelta(torch.autograd.Function):
             w, u, qg, kg = _transformed_by_channel(k, v, beta, Akk, sums, q, s)
             h, v_new, _ = _states(kg, w, u, sums, initial_state, False, s)
         dAqk, dv = _made(k, s.B, s.T, s.HV, s.BT), torch.empty_like(do)
-        launch("fla.chunk_kda_bwd_dAv", [q, k, v_new, Aqk, do], [dv, dAqk], s.products(values=2))
+        launch("fla::chunk_kda_bwd_dAv", [q, k, v_new, Aqk, do], [dv, dAqk], s.products(values=2), q.dtype)
         dh, dinitial, dv = _states_backward(qg, kg, w, sums, initial_state, dlast, do, dv, s)
         dq, dk = (_made(k, s.B, s.T, s.HV, s.K) for _ in range(2))
         dv2 = torch.empty_like(v)
         dg, dbeta, dAkk = (torch.empty_like(t, dtype=torch.float32) for t in (sums, beta, Akk))
         reads = [q, k, v, v_new, sums, beta, Akk, h, do, dh, dv]
-        launch("fla.chunk_kda_bwd_wy_dqkg_fused", reads, [dq, dk, dv2, dg, dbeta, dAkk], s.products(states=3, keys=2, values=2, scores=2))
+        launch("fla::chunk_kda_bwd_wy_dqkg_fused", reads, [dq, dk, dv2, dg, dbeta, dAkk], s.products(states=3, keys=2, values=2, scores=2), q.dtype)
         dq2, dk2, parts, dg2 = torch.empty_like(dq), torch.empty_like(dk), _made(k, math.ceil(s.K / _NARROW), *beta.shape), torch.empty_like(dg)
         reads = [q, k, sums, beta, dAqk, dAkk, dq, dk, dg]
-        launch("fla.chunk_kda_bwd_intra", reads, [dq2, dk2, parts, dg2], s.products(keys=4))
+        launch("fla::chunk_kda_bwd_intra", reads, [dq2, dk2, parts, dg2], s.products(keys=4), torch.float32)
         dbeta = parts.sum(0).add_(dbeta)
         dq, dk, dg = _by_keys(dq2, s), _by_keys(dk2, s), _cumulated(dg2)
         dA = dbias = None

@@ -17,7 +17,12 @@ from shardplan.tracer.stand_ins import causal_conv1d
 from shardplan.tracer.stand_ins.launch import launch
 
 _SCAN_CHUNK = 2048  # of the selective scan
-_SCAN_OPERATIONS = 9  # per step, channel and state (state-spaces/mamba issue 110)
+# FLOPs per step, channel and state of the kernels as they are written (csrc/selective_scan/selective_scan_{fwd,bwd}_kernel.cuh). A scan's operator has 3;
+# cub's block scan, and the reverse one, apply it twice to each item: to the sum of a thread's items, then to each behind what comes before the thread.
+# What is done once for all states (softplus, skip, gate) is left out.
+_SCAN = 2 * 3
+_FORWARD = 2 + 1 + _SCAN + 2  # decay (product, exponential), input, scan, output
+_BACKWARD = (2 + 2 + 1) + 2 * _SCAN + (1 + 2 + 1 + 5) + 3 + (2 + 1) + 2  # again; both scans; of input and time step, of A, of B and C; sums in memory
 _MULTIPROCESSORS = 132  # of an H100: some reductions are split by them
 _PART_OF_STATE, _ROWS_OF_CHUNK = 64, 32  # what one block of a backward reduces at least
 
@@ -26,17 +31,13 @@ def _rows_dense(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _scan_operations(u, A, D, z) -> int:
-    return u.numel() * (_SCAN_OPERATIONS * A.shape[1] + (D is not None) + (z is not None))
-
-
 def _scan_forward(u, delta, A, B, C, D, z, delta_bias) -> tuple[Tensor, Tensor, Tensor | None]:
     """The output, the states at the chunks' ends, and the gated output."""
     gated = None if z is None else torch.empty_like(z)
     out = torch.empty_like(delta)
     chunks = math.ceil(u.shape[2] / _SCAN_CHUNK)
     states = torch.empty(u.shape[0], u.shape[1], chunks, 2 * A.shape[1], dtype=A.dtype, device=u.device)
-    launch("mamba_ssm.selective_scan_fwd", [u, delta, A, B, C, D, z, delta_bias], [out, states, gated], _scan_operations(u, A, D, z))
+    launch("mamba_ssm::selective_scan_fwd", [u, delta, A, B, C, D, z, delta_bias], [out, states, gated], _FORWARD * u.numel() * A.shape[1], torch.float32)
     return out, states, gated
 
 
@@ -49,10 +50,11 @@ def _scan_backward(u, delta, A, B, C, D, z, delta_bias, dout, states, out, dz, a
     dB, dC = (torch.zeros_like(t, dtype=torch.float32) if t.dim() > 2 else torch.zeros_like(t) for t in (B, C))
     dD, dbias = (None if t is None else torch.zeros_like(t) for t in (D, delta_bias))
     launch(
-        "mamba_ssm.selective_scan_bwd",
+        "mamba_ssm::selective_scan_bwd",
         [u, delta, A, B, C, D, z, delta_bias, dout, states, out],
         [du, ddelta, dA, dB, dC, dD, dbias, dz, gated],
-        3 * _scan_operations(u, A, D, z),
+        _BACKWARD * u.numel() * A.shape[1],
+        torch.float32,
     )
     return du, ddelta, dA, dB.to(B.dtype), dC.to(C.dtype), dD, dz, dbias, gated
 
@@ -95,7 +97,7 @@ def _normed(tensor: Tensor, weight: Tensor | None) -> Tensor:
     rows = tensor.flatten(1, -2).transpose(1, 2).contiguous()
     normed = torch.empty_like(rows)
     rstd = rows.new_empty(rows.shape[:-1], dtype=torch.float32)
-    launch("mamba_ssm.layer_norm_fwd", [rows, weight], [normed, rstd])
+    launch("mamba_ssm::layer_norm_fwd", [rows, weight], [normed, rstd])
     return normed.transpose(1, 2).contiguous().view(tensor.shape)
 
 
@@ -212,26 +214,26 @@ def _made(like: Tensor, shape: tuple[int, ...], dtype=torch.float32) -> Tensor:
 
 def _chunk_sums(dt, A, dt_bias, s) -> tuple[Tensor, Tensor]:
     steps, sums = (_made(dt, (s["b"], s["h"], s["c"], s["q"])) for _ in range(2))
-    launch("mamba_ssm.chunk_cumsum_fwd", [dt, A, dt_bias], [steps, sums])
+    launch("mamba_ssm::chunk_cumsum_fwd", [dt, A, dt_bias], [steps, sums])
     return sums, steps
 
 
 def _chunk_states(B, x, dt, sums, s) -> Tensor:
     states = _made(x, (s["b"], s["c"], s["h"], s["p"], s["n"]))
-    launch("mamba_ssm.chunk_state_fwd", [B, x, dt, sums], [states], _of_states(s))
+    launch("mamba_ssm::chunk_state_fwd", [B, x, dt, sums], [states], _of_states(s), x.dtype)
     return states
 
 
 def _pass_states(states, sums, initial_states, dtype, s) -> tuple[Tensor, Tensor]:
     passed = _made(states, states.shape, dtype)
     final = _made(states, (s["b"], s["h"], s["p"], s["n"]))
-    launch("mamba_ssm.state_passing_fwd", [states, sums[..., -1], initial_states], [passed, final])
+    launch("mamba_ssm::state_passing_fwd", [states, sums[..., -1], initial_states], [passed, final])
     return passed, final
 
 
 def _group_scores(C, B, s) -> Tensor:
     scores = _made(C, (s["b"], s["c"], s["g"], s["q"], s["q"]))
-    launch("mamba_ssm.bmm_chunk_fwd", [C, B], [scores], _of_groups(s))
+    launch("mamba_ssm::bmm_chunk_fwd", [C, B], [scores], _of_groups(s), C.dtype)
     return scores
 
 
@@ -244,7 +246,7 @@ def _dual_forward(x, dt, A, B, C, chunk, D, z, dt_bias, initial_states):
     scores = _group_scores(C, B, s)
     out = _made(x, x.shape, x.dtype)
     ungated = None if z is None else _made(x, x.shape, x.dtype)
-    launch("mamba_ssm.chunk_scan_fwd", [scores, x, steps, sums, C, states, D, z], [out, ungated], _of_states(s) + _of_scores(s))
+    launch("mamba_ssm::chunk_scan_fwd", [scores, x, steps, sums, C, states, D, z], [out, ungated], _of_states(s) + _of_scores(s), x.dtype)
     return out, ungated, sums, final
 
 
@@ -270,14 +272,14 @@ def _dual_backward(dout, x, dt, A, B, C, out, chunk, D, z, dt_bias, initial_stat
         gated = torch.empty_like(x) if again else None
         ungated_dout = torch.empty_like(dout)
         dD = None if D is None else torch.empty_like(D)
-        launch("mamba_ssm.chunk_scan_bwd_dz", [dout, out, z, x, D], [dz, ungated_dout, dD, gated])
+        launch("mamba_ssm::chunk_scan_bwd_dz", [dout, out, z, x, D], [dz, ungated_dout, dD, gated])
         dout = ungated_dout
     dstates = _made(x, states.shape, states.dtype)
-    launch("mamba_ssm.chunk_scan_bwd_dstates", [C, sums, dout], [dstates], _of_states(s))
+    launch("mamba_ssm::chunk_scan_bwd_dstates", [C, sums, dout], [dstates], _of_states(s), x.dtype)
     passed, converted = _made(x, states.shape, x.dtype), _made(x, states.shape, x.dtype)
     dinitial = None if initial_states is None else torch.empty_like(passed[:, 0])
     parts = _made(x, (s["b"], s["h"], s["c"], math.ceil(s["p"] * s["n"] / _PART_OF_STATE)))
-    launch("mamba_ssm.state_passing_bwd", [dstates, states, sums[..., -1], dfinal], [passed, parts, dinitial, converted])
+    launch("mamba_ssm::state_passing_bwd", [dstates, states, sums[..., -1], dfinal], [passed, parts, dinitial, converted])
     dchunk, dstates, states = parts.sum(-1), passed, converted
     dx = torch.empty_like(x) if dx is None else dx
     dsteps = _made(x, steps.shape)
@@ -285,10 +287,11 @@ def _dual_backward(dout, x, dt, A, B, C, out, chunk, D, z, dt_bias, initial_stat
     if D is not None:
         dD_parts = torch.zeros(math.ceil(s["q"] / _ROWS_OF_CHUNK), s["b"], s["c"], s["h"], D[0].numel(), dtype=torch.float32, device=x.device)
     launch(
-        "mamba_ssm.chunk_scan_chunk_state_bwd_dx",
+        "mamba_ssm::chunk_scan_chunk_state_bwd_dx",
         [x, scores, dout, steps, sums, D, B, dstates],
         [dx, dsteps, dD_parts],
         _of_states(s) + _of_scores(s),
+        x.dtype,
     )
     if dD is None and D is not None:
         dD = dD_parts.sum((0, 1, 2)).view(D.shape).to(D.dtype)
@@ -296,26 +299,26 @@ def _dual_backward(dout, x, dt, A, B, C, out, chunk, D, z, dt_bias, initial_stat
 
     def reduced(kernel, reads) -> tuple[Tensor, Tensor]:
         parts, dsums = _made(x, (s["b"], s["l"], splits, s["g"], s["n"])), _made(x, sums.shape)
-        launch(kernel, reads, [parts, dsums], _of_states(s))
+        launch(kernel, reads, [parts, dsums], _of_states(s), x.dtype)
         return parts.sum(2), dsums
 
-    dB_states, dsums_next = reduced("mamba_ssm.chunk_state_bwd_db", [x, dstates, B, steps, sums])
+    dB_states, dsums_next = reduced("mamba_ssm::chunk_state_bwd_db", [x, dstates, B, steps, sums])
     dsums_next.cumsum_(-1)
-    dC_states, dsums_before = reduced("mamba_ssm.chunk_scan_bwd_dc", [dout, states, C, sums])
+    dC_states, dsums_before = reduced("mamba_ssm::chunk_scan_bwd_dc", [dout, states, C, sums])
     dscores = _made(x, (s["b"], s["c"], splits, s["g"], s["q"], s["q"]))
-    launch("mamba_ssm.chunk_scan_bwd_dcb", [x, dout, steps, sums], [dscores], _of_scores(s))
+    launch("mamba_ssm::chunk_scan_bwd_dcb", [x, dout, steps, sums], [dscores], _of_scores(s), x.dtype)
     dscores = dscores.sum(2)
-    launch("mamba_ssm.bmm_chunk_bwd", [C, dscores, dB_states], [dB], _of_groups(s))
-    launch("mamba_ssm.bmm_chunk_bwd", [B, dscores, dC_states], [dC], _of_groups(s))
+    launch("mamba_ssm::bmm_chunk_bwd", [C, dscores, dB_states], [dB], _of_groups(s), C.dtype)
+    launch("mamba_ssm::bmm_chunk_bwd", [B, dscores, dC_states], [dC], _of_groups(s), C.dtype)
     dsums_before[..., -1] += dchunk
     dsums_before = dsums_before.flip([-1]).cumsum(-1).flip([-1])
     dsums = _made(x, (s["b"], s["h"], s["c"], math.ceil(s["q"] / _ROWS_OF_CHUNK), s["q"]))
-    launch("mamba_ssm.chunk_scan_bwd_ddAcs", [x, dout, steps, sums, scores], [dsums], _of_scores(s))
+    launch("mamba_ssm::chunk_scan_bwd_ddAcs", [x, dout, steps, sums, scores], [dsums], _of_scores(s), x.dtype)
     dsums = dsums.sum(3)
     dsums += dsums_next + dsums_before
     dA = torch.empty_like(A, dtype=torch.float32)
     dbias = None if dt_bias is None else torch.empty_like(dt_bias, dtype=torch.float32)
-    launch("mamba_ssm.chunk_cumsum_bwd", [dsums, dsteps, dt_in, A, dt_bias], [ddt, dA, dbias])
+    launch("mamba_ssm::chunk_cumsum_bwd", [dsums, dsteps, dt_in, A, dt_bias], [ddt, dA, dbias])
     return dx, ddt, dA, dB, dC, dD, dz, dbias, dinitial, gated
 
 
@@ -347,7 +350,7 @@ def mamba_chunk_scan_combined(
 def _gated_norm(x, weight, z, groups) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x)
     rstd = _made(x, (groups * x.shape[0],))
-    launch("mamba_ssm.layer_norm_gated_fwd", [x, weight, z], [out, rstd])
+    launch("mamba_ssm::layer_norm_gated_fwd", [x, weight, z], [out, rstd])
     return out, rstd
 
 
@@ -357,7 +360,7 @@ def _gated_norm_backward(dy, x, weight, rstd, z, dz, groups, again: bool) -> tup
     width = x.shape[1] // groups
     warps = min(max((1 << (width - 1).bit_length()) // 256, 1), 8)
     parts = _made(x, (math.ceil(_MULTIPROCESSORS * math.ceil(4 / warps) / groups), x.shape[1]))
-    launch("mamba_ssm.layer_norm_gated_bwd", [x, weight, z, dy, rstd], [dx, parts, dz, out])
+    launch("mamba_ssm::layer_norm_gated_bwd", [x, weight, z, dy, rstd], [dx, parts, dz, out])
     return dx, parts.sum(0).to(weight.dtype), out
 
 
