@@ -2,6 +2,7 @@
 #include "support.h"
 
 #include <fmt/format.h>
+#include <sys/auxv.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -106,8 +107,12 @@ std::filesystem::path SourceFolder() { return SHARDPLAN_SOURCE_DIR; }
 
 std::string ExecutableFolder() {
   std::error_code error;
-  const fs::path self = fs::read_symlink("/proc/self/exe", error);
-  return error ? "." : self.parent_path().string();
+  fs::path self = fs::read_symlink("/proc/self/exe", error);
+  if (error) {  // a root without /proc: what was given to execve
+    const auto given = ::getauxval(AT_EXECFN);
+    self = given == 0 ? fs::path() : fs::canonical(reinterpret_cast<const char*>(given), error);
+  }
+  return error || self.empty() ? "." : self.parent_path().string();
 }
 
 std::string PythonFolder() {

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/shardplan in a clone where nothing is built: help, the version and wrong arguments build nothing; what has to build says so."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, build_folder
+
+sys.path.append(str(ROOT / "tests" / "python"))
+PAGES = ROOT / "docs" / "reference" / "help"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> pathlib.Path:
+    """What tools/shardplan reads, with a tools/build that leaves a mark."""
+    root = tmp_path_factory.mktemp("clone")
+    (root / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "shardplan", root / "tools")
+    shutil.copy(ROOT / "CMakeLists.txt", root)
+    shutil.copytree(PAGES, root / "docs" / "reference" / "help")
+    build = root / "tools" / "build"
+    build.write_text('#!/bin/sh\nroot=$(dirname "$0")/..\necho "$@" > "$root/built"\nmkdir -p "$root/build/$1/bin"\nprintf \'#!/bin/sh\\necho ran\\nrm -r "%s"\\n\' "$root/build" > "$root/build/$1/bin/shardplan"\nchmod +x "$root/build/$1/bin/shardplan"\n')
+    build.chmod(0o755)
+    return root
+
+
+def run(clone: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess:
+    (clone / "built").unlink(missing_ok=True)
+    return subprocess.run([clone / "tools" / "shardplan", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_texts_are_what_the_program_says():
+    if not (build_folder() / "bin" / "shardplan-run").exists():
+        pytest.skip("no executor in this build: run has no help")
+    environment = {**os.environ, "SHARDPLAN_BUILD": str(build_folder())}
+    done = subprocess.run([sys.executable, ROOT / "dev" / "update_help", "--check"], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+COMMANDS = sorted(path.stem for path in PAGES.glob("*.txt") if path.stem != "shardplan")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_there_without_a_build(clone, command):
+    for flag in ("--help", "-h"):
+        done = run(clone, command, "x", flag)
+        assert done.returncode == 0 and done.stdout == (PAGES / f"{command}.txt").read_text() and not (clone / "built").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_the_help_is_taken(clone, command):
+    """None is refused: what a build would take is not turned away before it."""
+    flags = sorted(set(re.findall(r"(?<![a-z0-9-])--[a-z][a-z0-9-]*", (PAGES / f"{command}.txt").read_text())) - {"--help"})
+    done = run(clone, command, "x", *flags)
+    assert (clone / "built").exists() and done.stdout == "ran\n", done.stderr
+
+
+def test_the_program_itself(clone):
+    assert run(clone, "--help").stdout == (PAGES / "shardplan.txt").read_text()
+    assert re.fullmatch(r"shardplan \d+\.\d+\.\d+\n", run(clone, "--version").stdout)
+    assert not (clone / "built").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "a command is missing"),
+        (["plam", "x"], "no such command: plam"),
+        (["shardplan"], "no such command: shardplan"),
+        (["../../../CMakeLists"], "no such command"),
+        (["--no-such"], "no such option: --no-such"),
+        (["plan", "trace.json", "--no-such", "1"], "plan: no such option: --no-such"),
+        (["plan", "trace.json", "--no-such=1"], "plan: no such option: --no-such"),
+        (["trace", "x.json", "--sequence", "1"], "trace: no such option: --sequence"),
+        (["plan"], "plan: an argument is missing"),
+        (["simulate", "-q"], "simulate: an argument is missing"),
+    ],
+)
+def test_wrong_arguments_build_nothing(clone, arguments, says):
+    done = run(clone, *arguments)
+    assert done.returncode == 2 and says in done.stderr and done.stdout == "" and not (clone / "built").exists()
+
+
+@pytest.mark.parametrize(("arguments", "preset"), [(["plan", "t.json", "-q"], "core"), (["trace", "m.json"], "dev"), (["sweep", "t.json"], "dev"), (["--completion", "bash"], "core")])
+def test_what_has_to_build_says_so(clone, arguments, preset):
+    done = run(clone, *arguments)
+    assert done.returncode == 0 and done.stdout == "ran\n" and (clone / "built").read_text().split()[0] == preset
+    assert "nothing is built yet" in done.stderr and len(done.stderr.splitlines()) == 1
