@@ -127,6 +127,16 @@ def examples(part: Part) -> list[Step]:
     return [pytest(part, "examples", "tests/python/commands/test_examples.py", environment={"SHARDPLAN_LONG_EXAMPLES": "1"})]
 
 
+def models() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "examples" / "models").glob("*.json"))
+
+
+def shipped_models(part: Part) -> list[Step]:
+    """A model: its shipped traces are what the tracer makes."""
+    named = models()[part.position : part.position + part.count]
+    return [Step([PYTHON, "dev/update_models", model, "--check"], exit_code(1), python()) for model in named]
+
+
 def live(part: Part) -> list[Step]:
     """Random models and settings that the installed PyTorch runs, event for event."""
     command = [str(DEV / "bin" / "shardplan"), "conformance", "--random", str(part.count), "--seed", str(part.position), "--fake", "--policy"]
@@ -278,6 +288,7 @@ ALL = [
     Series("ported", "FSDP2's scripts ported line by line, every setting, compiled in every way", ported, 1, 1, length=lambda: len(PORTED),
            build=build("dev", "product")),
     Series("examples", "examples that start launchers or a cluster", examples, 1, 1, length=lambda: 1, build=build("dev", "product")),
+    Series("models", "shipped traces are what the tracer makes", shipped_models, 2, 8, length=lambda: len(models()), build=build("dev", "product")),
     Series("live", "plans of random models and settings next to the installed FSDP1 and FSDP2", live, 10, 400, FIRST_SEED, build=build("dev", "product")),
     Series("checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED, build=build("dev", "product")),
     Series("fuzz", "changed inputs of every reader; a case is an input", fuzz, 200, 20_000, FIRST_SEED, by_one=True, build=build("dev", "fuzz_documents")),
