@@ -38,6 +38,14 @@ c10::intrusive_ptr<c10d::ProcessGroup> Connect(const Store& store, std::int64_t 
   return group;
 }
 
+// A rank whose own connections are there may fail at what comes next, and end. Others would find them closed
+// while they still connect, and tell that in place of its error.
+void AwaitConnected(const Store& store, std::int64_t size, const GlooOptions& options) {
+  const std::string all = "connected/all";
+  if (store->add("connected/ranks", 1) == size) store->set(all, "1");
+  store->wait({all}, options.timeout);
+}
+
 // After the group did not come about: "rank 2 did not arrive: it has died: ", "" where nothing is known.
 std::string Absent(const Store& store, const std::vector<std::int64_t>& group, const GlooOptions& options) {
   std::string cause = AwaitCulprit(options.peers.get(), kPatience);
@@ -74,6 +82,7 @@ Result<std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>> MakeGlooGroups(const
     try {
       store->set(HereKey(place), "1");
       groups[c] = Connect(store, place, communicator.size, options);
+      AwaitConnected(store, communicator.size, options);
     } catch (const std::exception& exception) {
       const std::string what = exception.what();
       return MakeError(ErrorCode::kEnvironment,
