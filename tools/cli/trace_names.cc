@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "shardplan/schemas/io.h"
 #include "support.h"
 
 namespace shardplan::cli {
@@ -87,6 +88,11 @@ Result<std::string> ResolveTrace(const std::string& path_or_name, const std::opt
   const auto trace = traces.find(seq.value_or(usual));
   if (trace == traces.end()) return std::unexpected(NotShipped(path_or_name, traces, *seq));
   return trace->second;
+}
+
+Result<Trace> ReadNamedTrace(const std::string& path_or_name, const std::optional<std::int64_t>& seq) {
+  const Result<std::string> path = ResolveTrace(path_or_name, seq);
+  return path ? ReadTrace(*path) : std::unexpected(path.error());
 }
 
 void AddSeqFlag(CLI::App& command, std::optional<std::int64_t>& seq) {

@@ -24,6 +24,9 @@ namespace shardplan::cli {
 // file nor a model, or not with this sequence length; the error lists what there is.
 Result<std::string> ResolveTrace(const std::string& path_or_name, const std::optional<std::int64_t>& seq);
 
+// The trace at that path.
+Result<Trace> ReadNamedTrace(const std::string& path_or_name, const std::optional<std::int64_t>& seq);
+
 // --seq of a command that takes traces.
 void AddSeqFlag(CLI::App& command, std::optional<std::int64_t>& seq);
 

@@ -231,14 +231,10 @@ class Recorder {
   // that runs a module backward whose unit is not called) there is none.
   void EndBackward(std::int32_t position) {
     Cut(position);
-    if (inputs_wrapped_ && !is_hooked_ && !trace_.calls.empty()) {
-      place_ = {"backward returns", SegmentPhase::kBackward};
-      engine_done_ = true;
-      return;
-    }
-    Push(HookPointKind::kBackwardEnd, -1);
     place_ = {"backward returns", SegmentPhase::kBackward};
     engine_done_ = true;
+    if (inputs_wrapped_ && !is_hooked_ && !trace_.calls.empty()) return;
+    Push(HookPointKind::kBackwardEnd, -1);
     groups_.BackwardEnd(is_last_backward_);
     in_backward_units_.clear();
   }

@@ -114,15 +114,15 @@ class ParameterKnobs {
     std::optional<DType> promoted;
     for (std::size_t p = 0; p < unit_.parameters.size(); ++p) {
       if (!unit_.parameters[p].requires_grad) continue;
-      if (is_any(p) && !mixed.reduce_dtype && !choice_.operators_are_known) {
+      const bool stays_as_made = is_any(p) && !mixed.reduce_dtype;
+      if (stays_as_made && !choice_.operators_are_known) {
         return Bad(
             "the grad_dtype of a parameter is None: its gradients stay as autograd makes them, which the "
             "order of modules does not say",
             unit_.parameters[p].fqn,
             "a reduce_dtype, a grad_dtype, or a trace with operators (shardplan trace)");
       }
-      if (is_any(p) && !mixed.reduce_dtype &&
-          mixed.param_dtype.value_or(choice_.recorded_dtype) != choice_.recorded_dtype) {
+      if (stays_as_made && mixed.param_dtype.value_or(choice_.recorded_dtype) != choice_.recorded_dtype) {
         return Bad(
             "the grad_dtype of a parameter is None: its gradients stay as autograd makes them, which a trace "
             "that was recorded in another dtype does not say",

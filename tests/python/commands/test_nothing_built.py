@@ -11,7 +11,6 @@ import sys
 import pytest
 from conftest import ROOT, build_folder
 
-sys.path.append(str(ROOT / "tests" / "python"))
 PAGES = ROOT / "docs" / "reference" / "help"
 
 

@@ -45,9 +45,7 @@ Status RunExplainMemory(const ExplainMemoryArguments& options) {
   }
   std::string text = ExplanationTable(*plan, explanation, options.all ? explanation.alive.size() : kShown);
   if (!options.trace.empty()) {
-    const Result<std::string> path = ResolveTrace(options.trace, options.seq);
-    if (!path) return std::unexpected(path.error());
-    const Result<Trace> trace = ReadTrace(*path);
+    const Result<Trace> trace = ReadNamedTrace(options.trace, options.seq);
     if (!trace) return std::unexpected(trace.error());
     Result<std::vector<KnobTrial>> trials = TryKnobs(*plan, *trace, kernels);
     if (!trials) {

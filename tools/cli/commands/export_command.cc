@@ -41,9 +41,7 @@ Result<Report> ReportOf(const Plan& plan) {
 // The plan of policy fsdp2 that the exported settings make.
 Result<Plan> PlanOfSettings(const ExportArguments& arguments, const Plan& plan,
                             const Fsdp2Settings& settings) {
-  const Result<std::string> path = ResolveTrace(arguments.trace, arguments.seq);
-  if (!path) return std::unexpected(path.error());
-  const Result<Trace> trace = ReadTrace(*path);
+  const Result<Trace> trace = ReadNamedTrace(arguments.trace, arguments.seq);
   if (!trace) return std::unexpected(trace.error());
   if (const std::string digest = Digest(ToJson(*trace)); digest != plan.digests.trace) {
     Error error{.code = ErrorCode::kBadInput, .message = "the plan was made from another trace"};

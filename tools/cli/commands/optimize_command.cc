@@ -239,9 +239,7 @@ Status RunOptimize(const OptimizeArguments& arguments) {
   if (Status s = CheckOutputs(inputs, outputs, prints); !s) return s;
   std::vector<Trace> traces;
   for (const std::string& name : arguments.traces) {
-    const Result<std::string> path = ResolveTrace(name, arguments.seq);
-    if (!path) return std::unexpected(path.error());
-    Result<Trace> trace = ReadTrace(*path);
+    Result<Trace> trace = ReadNamedTrace(name, arguments.seq);
     if (!trace) return std::unexpected(trace.error());
     traces.push_back(std::move(*trace));
   }
@@ -280,9 +278,7 @@ struct CertifyArguments {
 };
 
 Status RunCertify(const CertifyArguments& arguments) {
-  const Result<std::string> path = ResolveTrace(arguments.trace, arguments.seq);
-  if (!path) return std::unexpected(path.error());
-  const Result<Trace> trace = ReadTrace(*path);
+  const Result<Trace> trace = ReadNamedTrace(arguments.trace, arguments.seq);
   if (!trace) return std::unexpected(trace.error());
   const Result<Plan> plan = ReadPlan(arguments.plan);
   if (!plan) return std::unexpected(plan.error());
