@@ -9,20 +9,20 @@
 #include "training/recorder/operators.h"
 
 int main(int argc, char** argv) {
-  using namespace shardplan::executor;
+  namespace models = shardplan::executor::testing;
   const std::string name = argc > 1 ? argv[1] : "", device = argc > 2 ? argv[2] : "";
-  if (name == "tables") return std::fputs(OperatorTables().c_str(), stdout) < 0;
+  if (name == "tables") return std::fputs(shardplan::executor::OperatorTables().c_str(), stdout) < 0;
   if (name == "names") {
-    for (const std::string& known : testing::TraceModelNames()) std::puts(known.c_str());
+    for (const std::string& known : models::TraceModelNames()) std::puts(known.c_str());
     return 0;
   }
   const bool of_gpu = device.starts_with("gpu");
-  auto model = testing::MakeTraceModel(name, of_gpu || device == "meta" ? c10::kMeta : c10::kCPU,
-                                       device == "gpu_bfloat16" ? at::kBFloat16 : at::kFloat);
-  if (of_gpu) model.options.kernels = RecordedKernels::kGpu;
+  auto model = models::MakeTraceModel(name, of_gpu || device == "meta" ? c10::kMeta : c10::kCPU,
+                                      device == "gpu_bfloat16" ? at::kBFloat16 : at::kFloat);
+  if (of_gpu) model.options.kernels = shardplan::executor::RecordedKernels::kGpu;
   const auto trace = model.Record();
   if (!trace) {
-    std::fprintf(stderr, "%s\n", ToString(trace.error()).c_str());
+    std::fprintf(stderr, "%s\n", shardplan::ToString(trace.error()).c_str());
     return 1;
   }
   return std::fputs(shardplan::ToJson(*trace).c_str(), stdout) < 0;

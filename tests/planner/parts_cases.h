@@ -50,7 +50,10 @@ inline PartsCase RandomPartsCase(std::uint32_t seed, int blocks) {
   return c;
 }
 
-// The seeds of a test: from 1 to `last`, or SHARDPLAN_SEED alone.
+// SHARDPLAN_SEED names the one seed of a test: what some of all seeds have to show is not asked of it.
+inline bool OfOneSeed() { return std::getenv("SHARDPLAN_SEED") != nullptr; }
+
+// The seeds of a test: from 1 to `last` (more: tools/nightly --only optimizer), or SHARDPLAN_SEED alone.
 inline std::pair<std::uint32_t, std::uint32_t> SeedsUpTo(std::uint32_t last) {
   if (const char* seed = std::getenv("SHARDPLAN_SEED"); seed != nullptr) {
     const auto only = static_cast<std::uint32_t>(std::atoi(seed));

@@ -12,26 +12,28 @@ namespace {
 
 constexpr std::size_t kLooksAt = 1 << 20;
 
-struct Kind {
+struct ForeignKind {
   std::string_view is, expected;
 };
-constexpr Kind kSnapshot = {"a memory snapshot of PyTorch, a pickle",
-                            "a document; `shardplan import-profile PROFILE --snapshot FILE` takes it"};
-constexpr Kind kPickle = {"a pickle of Python",
-                          "a document; of a memory snapshot of PyTorch `shardplan import-profile PROFILE "
-                          "--snapshot FILE` takes one"};
-constexpr Kind kZip = {"a zip file, as torch.save writes",
-                       "a document; `shardplan reshard-checkpoint` takes checkpoints"};
-constexpr Kind kSafetensors = {"a file of safetensors",
-                               "a document; `shardplan reshard-checkpoint` takes checkpoints"};
-constexpr Kind kProfile = {"a profile of torch.profiler",
-                           "a document; `shardplan import-profile` makes one of it"};
-constexpr Kind kConfig = {"a model config of Hugging Face", "a document; `shardplan trace` makes one of it"};
-constexpr Kind kToml = {
+constexpr ForeignKind kSnapshot = {"a memory snapshot of PyTorch, a pickle",
+                                   "a document; `shardplan import-profile PROFILE --snapshot FILE` takes it"};
+constexpr ForeignKind kPickle = {
+    "a pickle of Python",
+    "a document; of a memory snapshot of PyTorch `shardplan import-profile PROFILE "
+    "--snapshot FILE` takes one"};
+constexpr ForeignKind kZip = {"a zip file, as torch.save writes",
+                              "a document; `shardplan reshard-checkpoint` takes checkpoints"};
+constexpr ForeignKind kSafetensors = {"a file of safetensors",
+                                      "a document; `shardplan reshard-checkpoint` takes checkpoints"};
+constexpr ForeignKind kProfile = {"a profile of torch.profiler",
+                                  "a document; `shardplan import-profile` makes one of it"};
+constexpr ForeignKind kConfig = {"a model config of Hugging Face",
+                                 "a document; `shardplan trace` makes one of it"};
+constexpr ForeignKind kToml = {
     "TOML", "a document in JSON; settings of a job are flags of `shardplan plan`, or a strategy in JSON"};
-constexpr Kind kYaml = {
+constexpr ForeignKind kYaml = {
     "YAML", "a document in JSON; settings of a job are flags of `shardplan plan`, or a strategy in JSON"};
-constexpr Kind kTable = {"a table of measurements", "a document; `shardplan cost` takes it"};
+constexpr ForeignKind kTable = {"a table of measurements", "a document; `shardplan cost` takes it"};
 
 bool IsWord(std::string_view text) {
   return !text.empty() && std::ranges::all_of(text, [](unsigned char c) {
@@ -74,7 +76,7 @@ bool IsYaml(std::string_view line) {
          IsWord(line.substr(0, colon)) && line[0] != '"';
 }
 
-const Kind* KindOf(std::string_view bytes) {
+const ForeignKind* KindOf(std::string_view bytes) {
   const std::string_view head = bytes.substr(0, kLooksAt);
   const auto has = [&](std::string_view part) { return head.find(part) != std::string_view::npos; };
   if (head.size() > 1 && head[0] == '\x80' && head[1] >= 2 && head[1] <= 5)
@@ -98,7 +100,7 @@ const Kind* KindOf(std::string_view bytes) {
 }  // namespace
 
 std::optional<Error> ForeignFile(std::string_view bytes) {
-  const Kind* kind = KindOf(bytes);
+  const ForeignKind* kind = KindOf(bytes);
   if (kind == nullptr) return std::nullopt;
   return Error{.code = ErrorCode::kBadInput,
                .message = "the file is no document of shardplan",

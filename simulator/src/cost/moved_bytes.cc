@@ -7,7 +7,7 @@
 
 namespace shardplan {
 
-MovedBytes MovedBy(const Plan& plan, const Instruction& copy) {
+CopiedBytes MovedBy(const Plan& plan, const Instruction& copy) {
   if (copy.src < 0) return {Bytes{0}, SizeBytes(plan.buffers[static_cast<std::size_t>(copy.dst)])};
   const Buffer& src = plan.buffers[static_cast<std::size_t>(copy.src)];
   const InstructionDescription& is = DescriptionOf(copy.kind);

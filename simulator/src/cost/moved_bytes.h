@@ -6,12 +6,12 @@
 
 namespace shardplan {
 
-struct MovedBytes {
+struct CopiedBytes {
   Bytes read;
   Bytes written;
 };
 
 // Of any instruction with a `src` that is no collective. Its buffers exist.
-MovedBytes MovedBy(const Plan& plan, const Instruction& copy);
+CopiedBytes MovedBy(const Plan& plan, const Instruction& copy);
 
 }  // namespace shardplan

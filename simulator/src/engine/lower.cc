@@ -474,7 +474,7 @@ class Lowering {
     const bool to_device = instruction.kind == InstructionKind::kCopyToDevice;
     Nanoseconds work_ns;
     if (!alive_.MakesView(instruction)) {
-      const MovedBytes moved = MovedBy(plan_, instruction);
+      const CopiedBytes moved = MovedBy(plan_, instruction);
       lowered.host_ns = cluster_.host.copy_issue_ns;
       work_ns = to_host || to_device ? costs_.HostCopy(to_host ? moved.read : moved.written)
                 : on_host            ? costs_.HostWork(moved.read + moved.written)

@@ -62,6 +62,15 @@ def conformance(part: Part) -> list[Step]:
     return steps
 
 
+def conformance_cpu(part: Part) -> list[Step]:
+    """Slices of all cases on Gloo ranks."""
+    steps = []
+    for position in range(part.position, part.position + part.count):
+        environment = {"SHARDPLAN_EVERY": str(SLICES), "SHARDPLAN_FIRST": str(position)}
+        steps.append(gtest(part, f"cpu{position}", "tests/executor/executor_cpu_conformance_test", "*EveryNumberIsRight*", environment))
+    return steps
+
+
 def on_cuda(mode: str) -> dict[str, str]:
     return {**python(), "SHARDPLAN_DEVICE_MODE": mode, "SHARDPLAN_TEST_DEVICE": "cuda", "SHARDPLAN_STEPS": "10", "SHARDPLAN_ALL_SETTINGS": "1"}
 
@@ -175,12 +184,18 @@ def fuzz(part: Part) -> list[Step]:
     return [fuzz_step("dev", target, part.position, part.count) for target in fuzz_targets("dev")]
 
 
+# Whatever the budget and wherever the search ends; takes seconds a seed.
+OPTIMIZED = "OptimizeLimits.*:OptimizeRobust.NeitherTheFastest*:Variants.TheFastest*:ActivationOffloadTest.AllowingIt*"
+
+
 def optimizer(part: Part) -> list[Step]:
-    """The search against all choices; the bound on eleven times as many random plans."""
+    """The search against all choices, and against settings of one seed; the bound on eleven times as many random plans, and on as many that
+    recompute."""
     program, more = "tests/planner/planner_test", 11
     searched = {"SHARDPLAN_SEED": str(part.position), "SHARDPLAN_INSTANCES": str(part.count)}
     bounded = {"SHARDPLAN_SEED": str(more * part.position), "SHARDPLAN_RANDOM_PLANS": str(more * part.count)}
-    return [gtest(part, "search", program, "ExhaustiveInstances.*", searched), gtest(part, "bound", program, "BoundOfRandomPlans.*", bounded)]
+    return [gtest(part, "search", program, "ExhaustiveInstances.*", searched), gtest(part, "bound", program, "BoundOfRandomPlans.*:BoundOfRecomputingPlans.*", bounded),
+            gtest(part, "limits", program, OPTIMIZED, {"SHARDPLAN_SEED": str(part.position)})]
 
 
 def ranks(part: Part) -> list[Step]:
@@ -275,6 +290,8 @@ def sanitizer(preset: str, what: str, *more: str) -> Series:
 ALL = [
     Series("conformance", "the cuda backend on the device in software: every case inline and under two lazy seeds", conformance, 3, 24,
            length=lambda: 3 * (SLICES + 1), build=build("dev", "executor_cuda_conformance_test", "executor_cuda_reshard_test")),
+    Series("conformance_cpu", "the cpu backend: every case on Gloo ranks", conformance_cpu, 4, 16, length=lambda: SLICES,
+           build=build("dev", "executor_cpu_conformance_test")),
     Series("adapter", "random models and settings on cuda next to real FSDP1 and FSDP2", adapter, 6, 60, FIRST_SEED,
            build=build("dev", "product", "shardplan_device", "shardplan_device_kernels")),
     Series("adapter_files", "the adapter's Python tests on cuda", adapter_file, 1, 4, length=lambda: len(adapter_files()),
@@ -298,6 +315,6 @@ ALL = [
     Series("simulator", "the simulator against the one written from its page", simulator, 50, 5000, FIRST_SEED, build=build("dev", "simulator_suite_plans")),
     Series("verifier", "the verifier's verdict on changed plans against runs of them", verifier, 1, 1, length=lambda: CHANGES_EVERY,
            build=build("dev", "virtual_soak")),
-    sanitizer("asan", "AddressSanitizer and UndefinedBehaviorSanitizer", "_shardplan", "gpt_cpp", "training_worker"),
+    sanitizer("asan", "AddressSanitizer and UndefinedBehaviorSanitizer", "_shardplan", "training_programs"),
     sanitizer("tsan", "ThreadSanitizer"),
 ]  # fmt: skip
