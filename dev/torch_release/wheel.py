@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import time
 import zipfile
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from running import last_line, run, say
 from versions import CUDA, EnvironmentProblem
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SYSTEM_PYTHON = "/usr/bin/python3"  # as in tools/setup: the one whose headers python3-dev brings
+_RELEASES = [f"3.{minor}" for minor in range(10, 15)]
 PLATFORM = "manylinux_2_34_x86_64"
 CORE_LIMIT_BYTES = 15_000_000
-HEADING = ["| torch | wheel | MB | MB unpacked | build, s | install, s | trial, s | result |", "|---|---|---|---|---|---|---|---|"]
+HEADING = ["| torch | Python | wheel | MB | MB unpacked | build, s | install, s | compile at hand, s | trial, s | result |", "|---|---|---|---|---|---|---|---|---|---|"]
 EXAMPLES = ROOT / "examples"
 # What an adapter's wheel may be linked with: torch, what torch brings, and the runtimes of C and C++.
 _PRESENT = re.compile(r"lib(torch\w*|c10\w*|cudart|nccl|c|m|stdc\+\+|gcc_s)\.so.*|ld-linux.*")
@@ -37,6 +38,14 @@ def build_requirement(pyproject: str) -> str:
 def unpacked_bytes(wheel: pathlib.Path) -> int:
     with zipfile.ZipFile(wheel) as files:
         return sum(entry.file_size for entry in files.infolist())
+
+
+def pythons() -> dict[str, str]:
+    """Release -> interpreter, of those of this machine that a module can be built for: with headers, and with venv."""
+    asks = "import ensurepip, pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path('include')) / 'Python.h').is_file())"
+    search = f"/usr/bin{os.pathsep}{clean_environment()['PATH']}"  # that of tools/setup first
+    found = {release: shutil.which(f"python{release}", path=search) for release in _RELEASES}
+    return {release: path for release, path in found.items() if path and subprocess.run([path, "-c", asks], capture_output=True, check=False).returncode == 0}
 
 
 def missing_libraries(dynamic: str) -> list[str]:
@@ -58,12 +67,14 @@ class _Wheel:
     output: pathlib.Path
     jobs: int
     keep: bool
+    python: str  # its release, as "3.11"
+    interpreter: str
     file: pathlib.Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage that has ended
     result: str = "fails"
 
     def make(self) -> None:
-        for name, stage in (("prepare", self._prepare), ("build", self._build), ("install", self._install), ("try", self._try)):
+        for name, stage in (("prepare", self._prepare), ("build", self._build), ("install", self._install), ("compile", self._compile), ("try", self._try)):
             say(f"{self.title}: {name}")
             started = time.monotonic()
             stage()
@@ -72,12 +83,15 @@ class _Wheel:
 
     def row(self) -> str:
         sizes = ["", ""] if self.file is None else [f"{size / 1e6:.1f}" for size in (self.file.stat().st_size, unpacked_bytes(self.file))]
-        times = [f"{self.seconds[name]:.0f}" if name in self.seconds else "" for name in ("build", "install", "try")]
-        return f"| {' | '.join([self.torch, self.file.name if self.file else '', *sizes, *times, self.result])} |"
+        times = [f"{self.seconds[name]:.0f}" if name in self.seconds else "" for name in ("build", "install", "compile", "try")]
+        return f"| {' | '.join([self.torch, self.python, self.file.name if self.file else '', *sizes, *times, self.result])} |"
 
     @property
     def folder(self) -> pathlib.Path:
         return ROOT / "build" / "wheels" / self.name
+
+    def _compile(self) -> None:
+        """Nothing is compiled where it is installed."""
 
     # ---- what stages are made of ----
 
@@ -116,8 +130,7 @@ class _Wheel:
 
     def _make_environment(self, name: str) -> None:
         shutil.rmtree(self.folder / name, ignore_errors=True)
-        interpreter = SYSTEM_PYTHON if pathlib.Path(SYSTEM_PYTHON).exists() else "python3"
-        if run([interpreter, "-m", "venv", self.folder / name], self._log(name), ROOT) != 0:
+        if run([self.interpreter, "-m", "venv", self.folder / name], self._log(name), ROOT) != 0:
             raise EnvironmentProblem(f"no virtual environment: {self._said(name)}")
 
     def _drop_environment(self, name: str) -> None:
@@ -198,11 +211,11 @@ class Adapter(_Wheel):
 
     version: str = ""
     other: str = ""  # a torch that pip must not install it with
-    core: pathlib.Path | None = None
+    core: Core | None = None  # made before
 
     @property
     def name(self) -> str:
-        return self.version
+        return f"{self.version}-{self.python}"
 
     @property
     def torch(self) -> str:
@@ -210,7 +223,7 @@ class Adapter(_Wheel):
 
     @property
     def title(self) -> str:
-        return f"torch {self.version}"
+        return f"torch {self.version}, Python {self.python}"
 
     def _prepare(self) -> None:
         """The environment to build in: torch, the CUDA headers that go with it, and the builder."""
@@ -233,27 +246,43 @@ class Adapter(_Wheel):
             raise Failed(f"it needs {', '.join(sorted(set(missing)))}, which comes neither with torch nor with the system")
 
     def _install(self) -> None:
+        """What a user types; the adapter is compiled below."""
         self._make_environment("fresh")
-        # Before the wheel is there: what pip refuses depends on the wheel alone.
-        refused = self._pip("fresh", "refuse", "install", "--dry-run", self.core, self.file, f"torch=={self.other}")
-        if refused == 0 or "conflict" not in self.folder.joinpath("logs", "refuse.log").read_text():
-            raise Failed(f"pip would install it with torch {self.other}: {self._said('refuse')}")
-        if self._pip("fresh", "install", "install", "--no-compile", self.core, self.file) != 0:
+        if self._pip("fresh", "install", "install", "--no-compile", f"{self.core.file}[torch]", f"torch=={self.version}") != 0:
             raise Failed(f"it cannot be installed: {self._said('install')}")
 
+    def _compile(self) -> None:
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
+        self._step("compile", [self._program("fresh", "shardplan"), "doctor", "--build"], self._empty_folder(), **self._cache())
+
+    def _cache(self) -> dict[str, str]:
+        return {"SHARDPLAN_CACHE": str(self.folder / "cache")}
+
     def _try(self) -> None:
+        self._try_all("compiled", self._cache())
+        # Before the wheel is there: what pip refuses depends on the wheel alone.
+        refused = self._pip("fresh", "refuse", "install", "--dry-run", self.core.file, self.file, f"torch=={self.other}")
+        if refused == 0 or "conflict" not in self.folder.joinpath("logs", "refuse.log").read_text():
+            raise Failed(f"pip would install it with torch {self.other}: {self._said('refuse')}")
+        if self._pip("fresh", "prebuilt", "install", "--no-compile", self.core.file, self.file) != 0:
+            raise Failed(f"the prebuilt one cannot be installed: {self._said('prebuilt')}")
+        self._try_all("prebuilt", {"SHARDPLAN_CACHE": "/dev/null/nothing is compiled"})
+        self._drop_environment("fresh")
+
+    def _try_all(self, what: str, cache: dict[str, str]) -> None:
         """What README.md begins with, by the installed packages alone."""
         here, command, python = self._empty_folder(), self._program("fresh", "shardplan"), self._program("fresh", "python")
         layers, gpt = EXAMPLES / "three_layers", EXAMPLES / "train_gpt"
-        self._step("import", [python, "-c", "import shardplan, shardplan.torch"], here)
-        self._step("help", [command, "--help"], here)
-        self._step("plan", [command, "plan", layers / "trace.json", "--cluster", layers / "cluster.json", "--unit", "layers.*", "-o", "plan.json"], here)
-        self._step("validate", [command, "validate", "plan.json"], here)
-        self._step("simulate", [command, "simulate", "plan.json"], here)
-        self._step("cluster", [command, "plan", layers / "trace.json", "--cluster", "h100", "--ranks", "8", "-o", "h100.json"], here)
-        self._step("run", [command, "run", "plan.json", "--device", "virtual"], here)
-        self._step("trace", [command, "trace", "train:traced_gpt", "--batch", "2", "--seq", "8", "--dtype", "float32", "-o", here / "trace.json"], gpt)
+
+        def step(name: str, words: list, cwd: pathlib.Path, binaries: str | None = "bin", **more: str) -> None:
+            self._step(f"{what}-{name}", words, cwd, binaries, **cache, **more)
+
+        step("import", [python, "-c", "import shardplan, shardplan.torch"], here)
+        step("doctor", [command, "doctor"], here)
+        step("plan", [command, "plan", layers / "trace.json", "--cluster", layers / "cluster.json", "--unit", "layers.*", "-o", "plan.json"], here)
+        step("run", [command, "run", "plan.json", "--device", "virtual"], here)
+        step("ranks", [command, "run", "plan.json", "--device", "cpu", "--compute-scale", "0.001"], here)
+        step("trace", [command, "trace", "train:traced_gpt", "--batch", "2", "--seq", "8", "--dtype", "float32", "-o", here / "trace.json"], gpt)
         # Not activated: the package finds its command.
         train = [python, EXAMPLES / "both_ways.py", here / "trained", "torch.distributed.fsdp", EXAMPLES / "port_titan" / "train.py"]
-        self._step("train", train, here, binaries=None, SHARDPLAN_PLANS=str(here / "plans"))
-        self._drop_environment("fresh")
+        step("train", train, here, binaries=None, SHARDPLAN_PLANS=str(here / "plans"))

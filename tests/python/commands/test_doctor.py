@@ -2,6 +2,7 @@
 """`shardplan doctor` finds what is there, and says what to do about what is not, crashes and hangs included."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -56,7 +57,9 @@ def test_what_fails_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch, body, s
     package.mkdir(parents=True)
     (tmp_path / "shardplan" / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
-    (tmp_path / "shardplan" / "installing.py").write_text((ROOT / "tools" / "python" / "shardplan" / "installing.py").read_text())
+    for name in ("building", "installing.py"):
+        source = ROOT / "tools" / "python" / "shardplan" / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / "shardplan" / name)
     source = (ROOT / "tools" / "python" / "shardplan" / "doctor" / "checks.py").read_text()
     source = source.replace("CHECKS = (", f"def _odd():\n    {body}\n\n\nCHECKS = (\n    Check('odd', _odd, True, 'do this'),", 1)
     (package / "checks.py").write_text(source)

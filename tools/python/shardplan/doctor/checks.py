@@ -14,16 +14,17 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from shardplan import building
 from shardplan.installing import TORCH_RELEASES, how_to_install, in_checkout
 
 MARK = "shardplan.doctor: "
-TRAINS = "tools/build dev" if in_checkout() else "pip install shardplan-torch, the wheel of this torch"
+TRAINS = "tools/build dev" if in_checkout() else "pip install 'shardplan[torch]' brings what compiles it; `shardplan doctor --build` says what is missing"
 _RANKS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    state: str  # works, missing (nothing is wrong, it is not there), broken
+    state: str  # works, later (it is made when it is needed), missing (nothing is wrong, it is not there), broken
     found: str
     advice: str = ""  # what to do; "": nothing
 
@@ -64,6 +65,12 @@ def _torch() -> Finding:
 
 
 def _module() -> Finding:
+    if building.comes_with_sources() and importlib.util.find_spec("_shardplan") is None:
+        try:
+            if building.kept() is None:
+                return Finding("later", "not compiled yet for this torch", "the first import does so, in a minute or two; `shardplan doctor --build` does so now")
+        except building.NotBuilt as error:
+            return Finding("broken", str(error))
     try:
         from shardplan.torch._native import native
     except ImportError as error:
