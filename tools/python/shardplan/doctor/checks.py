@@ -47,6 +47,16 @@ def _python() -> Finding:
     return Finding("works", found) if sys.version_info >= (3, 10) else Finding("broken", found, "Python 3.10 or later")
 
 
+def _package() -> Finding:
+    from shardplan import versions
+
+    of, there = versions.__version__, versions.installed()
+    others = [f"{name} {version} in {folder}" for name, version, folder in there if version.split("+")[0] != of]
+    if others:
+        return Finding("broken", f"{of} is imported, and there is {', '.join(others)}", "one version alone: pip uninstall what is not wanted, or take its folder off PYTHONPATH")
+    return Finding("works", ", ".join([f"{of} in {os.path.dirname(versions.__file__)}", *(f"{name} {version}" for name, version, _ in there if name != "shardplan")]))
+
+
 def _torch() -> Finding:
     if not has_torch():
         return Finding("missing", "not installed", f"traces and training need it: {how_to_install('torch')}; SHARDPLAN_PYTHON names another interpreter")
@@ -138,7 +148,7 @@ def _nccl() -> Finding:
     return Finding("works", f"{version}, an all-reduce on one rank")
 
 
-def _package(name: str, use: str) -> Callable[[], Finding]:
+def _other_package(name: str, use: str) -> Callable[[], Finding]:
     def check() -> Finding:
         import importlib.metadata
 
@@ -152,14 +162,15 @@ def _package(name: str, use: str) -> Callable[[], Finding]:
 
 CHECKS = (
     Check("programs", None, True, "tools/build dev" if in_checkout() else "pip install --force-reinstall shardplan"),
+    Check("package", _package, True, "pip install --force-reinstall shardplan"),
     Check("python", _python, True, "SHARDPLAN_PYTHON names another interpreter"),
     Check("torch", _torch, True, how_to_install("torch")),
     Check("shardplan.torch", _module, True, TRAINS, of_torch=True),
     Check("Gloo", _gloo, True, "CPU ranks need it", of_torch=True),
     Check("GPUs", _gpus, False, "the driver hangs: nvidia-smi says more", of_torch=True),
     Check("NCCL", _nccl, False, "NCCL_DEBUG=INFO says where it waits", of_torch=True),
-    Check("transformers", _package("transformers", "traces from a Hugging Face config"), False, ""),
-    Check("pyarrow", _package("pyarrow", "sweeps as Parquet files"), False, ""),
+    Check("transformers", _other_package("transformers", "traces from a Hugging Face config"), False, ""),
+    Check("pyarrow", _other_package("pyarrow", "sweeps as Parquet files"), False, ""),
 )
 
 

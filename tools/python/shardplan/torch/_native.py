@@ -13,6 +13,7 @@ import typing
 
 import torch  # noqa: F401  (its libraries must be loaded before ours)
 
+from shardplan import versions
 from shardplan.building import NotBuilt, built, comes_with_sources
 from shardplan.installing import in_checkout
 
@@ -72,3 +73,5 @@ if typing.TYPE_CHECKING:
     import _shardplan as native
 else:
     native = _load()
+    if problem := versions.why_not(f"the compiled module {native.__file__}", native.__version__, "shardplan-torch"):
+        raise ImportError(problem)
