@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # In the wheel without torch: the sources that are compiled where a torch is (executor/at_hand), in shardplan/building/sources,
-# and what they link that needs no torch, compiled here.
+# and what they link that needs no torch, compiled here: the component adapter.
 set(parts ${CMAKE_BINARY_DIR}/libshardplan_parts.a)
 file(GENERATE OUTPUT ${CMAKE_BINARY_DIR}/parts.mri
      CONTENT "CREATE ${parts}
@@ -18,11 +18,11 @@ add_custom_target(adapter_parts DEPENDS ${parts})
 
 set(sources shardplan/building/sources)
 file(WRITE ${CMAKE_BINARY_DIR}/version ${PROJECT_VERSION})
-install(FILES executor/at_hand/CMakeLists.txt ${CMAKE_BINARY_DIR}/version DESTINATION ${sources} COMPONENT wheel)
-install(FILES ${parts} DESTINATION ${sources}/lib/${CMAKE_SYSTEM_PROCESSOR} COMPONENT wheel)
-install(FILES cmake/FindTorchWheel.cmake DESTINATION ${sources}/cmake COMPONENT wheel)
-install(DIRECTORY schemas/include/ DESTINATION ${sources}/include COMPONENT wheel FILES_MATCHING PATTERN "*.h")
-install(DIRECTORY executor/ DESTINATION ${sources}/executor COMPONENT wheel
+install(FILES executor/at_hand/CMakeLists.txt ${CMAKE_BINARY_DIR}/version DESTINATION ${sources} COMPONENT adapter)
+install(FILES ${parts} DESTINATION ${sources}/lib/${CMAKE_SYSTEM_PROCESSOR} COMPONENT adapter)
+install(FILES cmake/FindTorchWheel.cmake DESTINATION ${sources}/cmake COMPONENT adapter)
+install(DIRECTORY schemas/include/ DESTINATION ${sources}/include COMPONENT adapter FILES_MATCHING PATTERN "*.h")
+install(DIRECTORY executor/ DESTINATION ${sources}/executor COMPONENT adapter
         FILES_MATCHING PATTERN "*.h" PATTERN "*.cc" PATTERN "*/CMakeLists.txt" PATTERN "at_hand" EXCLUDE
         PATTERN "run/options.cc" EXCLUDE PATTERN "src/replay/*.cc" EXCLUDE PATTERN "src/virtual" EXCLUDE
         PATTERN "src/training/libtorch" EXCLUDE PATTERN "src/training/recorder" EXCLUDE)
