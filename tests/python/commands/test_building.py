@@ -158,6 +158,11 @@ def test_a_wheel_of_another_machine_is_named(place):
     assert ask(place)[0] == f"NotBuilt: this shardplan is for riscv64 (found {platform.machine()}, linux): pip install --force-reinstall shardplan"
 
 
+def test_a_torch_that_is_too_old_is_not_compiled_for(place):
+    (place / "site" / "torch" / "__init__.py").write_text("from . import version\n__version__ = '2.10.1+cpu'\n")
+    assert ask(place)[0] == "NotBuilt: torch 2.11 or later is needed (found 2.10.1+cpu): pip install 'shardplan[torch]'" and compiled(place) == 0
+
+
 def compiler(folder, name, version, says=None):
     path = folder / name
     path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{says or f"g++ (Some) {version}"}"\n[ "$1" = -dumpfullversion ] && echo {version}\nexit 0\n')
