@@ -26,3 +26,6 @@ install(DIRECTORY executor/ DESTINATION ${sources}/executor COMPONENT adapter
         FILES_MATCHING PATTERN "*.h" PATTERN "*.cc" PATTERN "*/CMakeLists.txt" PATTERN "at_hand" EXCLUDE
         PATTERN "run/options.cc" EXCLUDE PATTERN "src/replay/*.cc" EXCLUDE PATTERN "src/virtual" EXCLUDE
         PATTERN "src/training/libtorch" EXCLUDE PATTERN "src/training/recorder" EXCLUDE)
+# torch's ProcessGroupGloo.hpp includes gloo's headers, which torch does not bring.
+find_path(SHARDPLAN_GLOO gloo/algorithm.h REQUIRED)
+install(DIRECTORY ${SHARDPLAN_GLOO}/gloo DESTINATION ${sources}/third_party COMPONENT adapter FILES_MATCHING PATTERN "*.h")
