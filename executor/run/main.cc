@@ -109,7 +109,18 @@ int RunReshard(const RunOptions& options, const std::vector<std::string>& argume
   return Launch(options, arguments, std::max(RanksOf(plan->source), RanksOf(plan->target)), "", who);
 }
 
+// `shardplan run` says its version: the packages of the two programs may be of two.
+Status IsOfThisVersion() {
+  const char* command = std::getenv("SHARDPLAN_COMMAND_VERSION");
+  if (command == nullptr || std::string_view(command) == SHARDPLAN_VERSION) return {};
+  return MakeError(ErrorCode::kEnvironment,
+                   fmt::format("the command shardplan is of version {}, and shardplan-run is of version {}: "
+                               "install shardplan and shardplan-torch of one version",
+                               command, SHARDPLAN_VERSION));
+}
+
 int Run(const RunOptions& options, const std::vector<std::string>& arguments) {
+  if (const Status status = IsOfThisVersion(); !status) return Fail(status.error(), "shardplan-run");
   const Result<std::optional<RankEnvironment>> read = executor::ReadRankEnvironment();
   if (!read) return Fail(read.error(), "shardplan-run");
   const std::optional<RankEnvironment>& environment = *read;

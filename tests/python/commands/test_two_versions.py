@@ -93,3 +93,12 @@ def test_the_doctor_finds_what_is_installed_twice(tmp_path, monkeypatch, others,
     monkeypatch.syspath_prepend(tmp_path)
     finding = checks._package()
     assert finding.state == state and said in finding.found and ("pip uninstall" in finding.advice) == (state == "broken")
+
+
+def test_the_replayer_of_another_version_is_named():
+    program_of_run = build_folder() / "bin" / "shardplan-run"
+    if not program_of_run.exists():
+        pytest.skip("no executor in this build")
+    done = run(program_of_run, "plan.json", SHARDPLAN_COMMAND_VERSION="0.0.9")
+    assert done.returncode == 4
+    assert f"the command shardplan is of version 0.0.9, and shardplan-run is of version {versions.__version__}: install shardplan and shardplan-torch of one" in done.stderr
