@@ -2,12 +2,14 @@
 """What the Python tests share: where the repository and the built programs are."""
 
 import contextlib
+import gc
 import importlib.metadata
 import os
 import pathlib
 import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 
@@ -18,6 +20,26 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda _number, _frame: None)
+
+
+class _Frozen:
+    """Modules that are imported stay, and the garbage collector need not look at them again. With torch and transformers imported, a collection
+    takes half a second, and the tracer begins each recording with one."""
+
+    modules = 0
+
+    def pytest_runtest_setup(self) -> None:
+        if len(sys.modules) != self.modules:
+            self.modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
+
+    def pytest_sessionfinish(self) -> None:
+        gc.unfreeze()  # libraries that count what is left at the end would complain
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Frozen())
 
 
 def build_folder() -> pathlib.Path:

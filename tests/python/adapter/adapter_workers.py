@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import datetime
 import gc
-import multiprocessing
 import os
 import pathlib
 import pickle
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 
@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # of programs that pytest does not start
 
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.optim", "torch.optim", "shardplan.torch"]
-PRELOADED += [f"transformers.models.{family}.modeling_{family}" for family in ("llama", "mixtral", "t5", "vit")]
+import warm  # noqa: E402
+
+
 DEVICE = os.environ.get("SHARDPLAN_TEST_DEVICE", "cpu")
 
 
@@ -36,8 +38,7 @@ def _use_device(rank: int) -> str:
 def _entry(
     rank: int, ranks: int, folder: str, function: Callable, arguments: tuple, timeout_s: float, environment: dict
 ) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
+    warm.begin(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         _use_device(rank),
@@ -65,17 +66,18 @@ def _served_by_rank_0() -> dict[str, str]:
 
 
 def run_on_ranks(
-    ranks: int, folder: pathlib.Path, function: Callable, *arguments, timeout_s: float = 60, stops: int | None = None
+    ranks: int, folder: pathlib.Path, function: Callable, *arguments, timeout_s: float = 300, stops: int | None = None
 ) -> list:
     """function(*arguments) on every rank -> per rank ("returned", value), ("raised", message, traceback), or None for
     a process that died without a word.
 
+    timeout_s: of the process group. It ends ranks that wait for one that is lost, and no test waits for it: on a loaded machine a rank may be minutes
+    behind.
     stops: a rank that stops itself, and is killed when the others have ended. The store is then a TCPStore of rank 0's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Forks of a process that has imported torch, and done nothing else: importing takes longer than most cases.
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    warm.server()
     served = {} if stops is None else _served_by_rank_0()
     context = mp.start_processes(
         _entry,

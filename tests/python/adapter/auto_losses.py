@@ -56,14 +56,14 @@ def traced(batch: int, seq: int) -> tuple:
 
 def _plan(folder: pathlib.Path, *flags: str, modules: tuple[str, ...] = ("layers.*", "head")) -> str:
     """Of the trace, by the commands with these units and flags; made by the first rank. The strategy has no program: the trace's calls are the step's."""
-    trace, plan = folder / "chunks.trace.json", folder / "chunks.plan.json"
+    trace, plan = folder.parent / "chunks.trace.json", folder / "chunks.plan.json"
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         units = [argument for module in modules for argument in ("--unit", module)]
         program = pathlib.Path(os.environ["SHARDPLAN_BUILD"], "bin", "shardplan")
         path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
         for command in (
-            [sys.executable, "-m", "shardplan.tracer", "auto_losses:traced", "-o", str(trace), "-q"],
+            *([] if trace.exists() else [[sys.executable, "-m", "shardplan.tracer", "auto_losses:traced", "-o", str(trace), "-q"]]),
             [str(program), "plan", str(trace), "--cluster", "h100", "--ranks", str(dist.get_world_size()), *units, "--optimizer", "sgd", *flags, "-q", "-o", str(plan)],
         ):
             done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)

@@ -450,7 +450,7 @@ def compare_on_ranks(cases: list[Case], folder: pathlib.Path, plans: dict[str, s
     """
     ranks = cases[0].ranks
     attempt = folder / f"{cases[0].name}-{len(cases)}"
-    outcomes = run_on_ranks(ranks, attempt, compare_all, cases, plans, compare, timeout_s=60)
+    outcomes = run_on_ranks(ranks, attempt, compare_all, cases, plans, compare)
     died = [rank for rank, outcome in enumerate(outcomes) if outcome is None or outcome[0] != "returned"]
     if died and len(cases) == 1:
         return [{cases[0].name: ("raised", f"rank {died} died: {outcomes[died[0]]}", "")}] * ranks

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans for cases of equivalence.py: `python equivalence_plans.py CASES.pickle FOLDER` traces every model that occurs once,
-and runs `shardplan plan` for every case. A process of its own: the tracer must be there before autograd's first backward.
+and runs `shardplan plan` for every case. A process of its own (warm.py): the tracer must be there before autograd's first backward.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def make_plans(cases: list, folder: pathlib.Path, build_folder: pathlib.Path) ->
     """Case name -> path of its plan."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
+    from adapter_workers import warm
+
     here = pathlib.Path(__file__).resolve()
     paths = [str(here.parent), str(ROOT / "tools" / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -92,12 +94,7 @@ def make_plans(cases: list, folder: pathlib.Path, build_folder: pathlib.Path) ->
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "SHARDPLAN_BUILD": str(build_folder),
     }
-    done = subprocess.run(
-        [sys.executable, str(here), str(folder / "cases.pickle"), str(folder)],
-        env=environment,
-        text=True,
-        capture_output=True,
-    )
+    done = warm.run([here, folder / "cases.pickle", folder], env=environment)
     if done.returncode != 0:
         raise RuntimeError(f"making plans failed:\n{done.stdout}\n{done.stderr}")
     return json.loads((folder / "plans.json").read_text())

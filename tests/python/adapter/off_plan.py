@@ -23,7 +23,6 @@ import os
 import pathlib
 import pickle
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -35,7 +34,7 @@ import off_plan_models
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from adapter_workers import DEVICE, run_on_ranks
+from adapter_workers import DEVICE, run_on_ranks, warm
 from equivalence import Case, largest_difference, local, make_model, with_fsdp2
 from equivalence_models import ROOT, inputs_of, loss_of
 from equivalence_settings import case as fsdp2_case
@@ -266,8 +265,7 @@ def make_plans(cases: list[Case], folder: pathlib.Path, build: pathlib.Path) -> 
     here = pathlib.Path(off_plan_models.__file__)
     path = os.pathsep.join([str(here.parent), str(ROOT / "tools" / "python"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "SHARDPLAN_BUILD": str(build)}
-    command = [sys.executable, str(here), str(folder / "cases.pickle"), str(folder)]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True)
+    done = warm.run([here, folder / "cases.pickle", folder], env=environment)
     if done.returncode != 0:
         raise RuntimeError(f"making plans failed:\n{done.stdout}\n{done.stderr}")
     return json.loads((folder / "plans.json").read_text())
@@ -314,7 +312,7 @@ def run_all(names: list[str], folder: pathlib.Path, build: pathlib.Path) -> dict
         if not left:
             return results
         attempt = folder / f"attempt{number}"
-        run_on_ranks(RANKS, attempt, run_cases, left, paths, str(attempt), timeout_s=60)
+        run_on_ranks(RANKS, attempt, run_cases, left, paths, str(attempt))
         files = [attempt / f"outcomes{rank}" for rank in range(RANKS)]
         found = [pickle.loads(file.read_bytes()) if file.exists() else {} for file in files]
         begun = [(name, kinds) for name, kinds in left if any(name in of for of in found)]

@@ -16,6 +16,7 @@ import pathlib
 import subprocess
 import sys
 
+from adapter_workers import warm
 from equivalence import Case, Fsdp2Calls, PlanCalls, Trainer, compare_training, make_mesh, make_model, whole_parameters, with_fsdp2, with_plan
 from equivalence_models import BLOCKS, ROOT
 from equivalence_plans import cluster, trace
@@ -159,7 +160,7 @@ def make(folder: pathlib.Path, build_folder: pathlib.Path) -> tuple[list[Case], 
     here = pathlib.Path(__file__).resolve()
     paths = [str(here.parent), str(ROOT / "tools" / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "SHARDPLAN_BUILD": str(build_folder)}
-    done = subprocess.run([sys.executable, str(here), str(folder)], env=environment, text=True, capture_output=True)
+    done = warm.run([here, folder], env=environment)
     if done.returncode != 0:
         raise RuntimeError(f"making plans failed:\n{done.stdout}\n{done.stderr}")
     cases = []

@@ -119,9 +119,9 @@ def main() -> None:
     kind, folder = sys.argv[1], pathlib.Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "foreseen":
-        outcomes = run_on_ranks(2, folder / "ranks", foreseen, 2048, timeout_s=100)
+        outcomes = run_on_ranks(2, folder / "ranks", foreseen, 2048)
     else:
-        outcomes = run_on_ranks(2, folder / "ranks", trouble, _traced(folder) if kind == "traced" else kind, timeout_s=100)
+        outcomes = run_on_ranks(2, folder / "ranks", trouble, _traced(folder) if kind == "traced" else kind)
     print(json.dumps([outcome[1] for outcome in outcomes]))
 
 

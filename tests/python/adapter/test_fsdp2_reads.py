@@ -7,12 +7,11 @@ import ast
 import dataclasses
 import inspect
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed.fsdp._fully_shard as fully_shard_package
+import warm
 from conftest import ROOT, installed_pytorch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -139,9 +138,7 @@ FIELDS = sorted({field for fields in OF_PARAMETERS.values() if isinstance(fields
 @pytest.mark.parametrize("field", FIELDS)
 def test_each_field_is_in_the_outline_and_in_the_trace(field):
     """In a process of its own: the tracer comes before the first backward, and a process group is made."""
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPARE, field], text=True, capture_output=True, cwd=ROOT / "tests" / "python" / "adapter", timeout=300
-    )
+    done = warm.run(["-c", _COMPARE, field], cwd=ROOT / "tests" / "python" / "adapter", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -2,9 +2,8 @@
 """Real FSDP1 and FSDP2 ranks on both sides."""
 
 import pathlib
-import subprocess
-import sys
 
+import warm
 from states import equal, load_distributed, tensors_of
 
 JOB = pathlib.Path(__file__).with_name("jobs.py")
@@ -12,7 +11,7 @@ JOB = pathlib.Path(__file__).with_name("jobs.py")
 
 def jobs(ranks: int, action: str, folder: pathlib.Path, *of_jobs: str) -> None:
     where = [str(folder / f"store_of_{action}"), action, str(folder), *of_jobs]
-    processes = [subprocess.Popen([sys.executable, JOB, str(rank), str(ranks), *where], stderr=subprocess.PIPE, text=True) for rank in range(ranks)]
+    processes = [warm.Program([JOB, rank, ranks, *where]) for rank in range(ranks)]
     said = [process.communicate(timeout=180)[1] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(said)[-3000:]
 

@@ -2,7 +2,6 @@
 """What torch says of dtypes on two Gloo ranks: `dtype_errors.py CASE ...` prints a line of JSON for each: {"case", "error"}; "" where the step works.
 A case is "KIND:ARGUMENT:...", a function of KINDS. `dtype_errors.py --traces FOLDER MODEL ...` writes traces of MODELS."""
 
-import functools
 import json
 import os
 import sys
@@ -114,4 +113,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "--traces":
         write_traces(*sys.argv[2:])
     else:
-        torch.multiprocessing.spawn(functools.partial(rank), (sys.argv[1], sys.argv[2:]), 2)
+        torch.multiprocessing.start_processes(rank, (sys.argv[1], sys.argv[2:]), 2, start_method="fork")

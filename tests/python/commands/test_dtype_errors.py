@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import warm
 from conftest import ROOT, build_folder, free_port
 from dtype_errors import HELD
 
@@ -34,8 +35,7 @@ CASES = [
 
 def program(*arguments):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tools/python'}:{HERE}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / "dtype_errors.py", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=HERE)
+    return warm.Program([HERE / "dtype_errors.py", *arguments], env=environment, cwd=HERE)
 
 
 @pytest.fixture(scope="module")

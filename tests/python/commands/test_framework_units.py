@@ -8,9 +8,9 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 
 import pytest
+import warm
 from conftest import ROOT, build_folder
 
 COMMAND = build_folder() / "bin" / "shardplan"
@@ -33,9 +33,7 @@ def is_installed(framework):
 
 def program(*arguments):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tools/python'}:{HERE}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, HERE / "framework_units.py", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=HERE
-    )
+    return warm.Program([HERE / "framework_units.py", *arguments], env=environment, cwd=HERE)
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,10 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
+import warm
 from conftest import ROOT, build_folder
 from shardplan.conformance.optim_state import Differs, compare
 
@@ -115,7 +114,6 @@ def test_a_folder_without_a_case_is_bad_input(tmp_path, shardplan):
 def test_what_the_installed_fsdp1_makes_at_other_world_sizes_is_reproduced(recorded, tmp_path):
     ranks, variant, width = recorded.split("-")
     (tmp_path / "case").mkdir()
-    command = [sys.executable, RECORDER, tmp_path / "case", ranks, variant, width]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=180)
+    done = warm.run([RECORDER, tmp_path / "case", ranks, variant, width], timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert compare(tmp_path / "case", build_folder() / "bin" / "shardplan") > 0
