@@ -60,7 +60,7 @@ def test_what_fails_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch, body, s
     package.mkdir(parents=True)
     (tmp_path / "shardplan" / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
-    for name in ("building", "installing.py"):
+    for name in ("building", "files.py", "installing.py"):
         source = ROOT / "tools" / "python" / "shardplan" / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / "shardplan" / name)
     source = (ROOT / "tools" / "python" / "shardplan" / "doctor" / "checks.py").read_text()

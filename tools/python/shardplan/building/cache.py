@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from shardplan import files
+
 from .errors import NotBuilt
 
 _WHOLE = "built.json"  # written last
@@ -82,11 +84,11 @@ def _made(folder: Path, facts: tuple[str, ...], make: Callable[[Path], None]) ->
         try:
             make(part)
         except NotBuilt as error:
-            _failure(folder).write_text(str(error))
+            files.write_text(_failure(folder), str(error))
             raise
         (module,) = part.glob("_shardplan*.so")
         names = {"module": module.name, "program": "shardplan-run", "facts": facts}
-        (part / _WHOLE).write_text(json.dumps(names, indent=1) + "\n")
+        files.write_text(part / _WHOLE, json.dumps(names, indent=1) + "\n")
         part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -113,17 +115,15 @@ def _raise_what_another_met(folder: Path, started: float) -> None:
 def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        if isinstance(error, NotBuilt):
-            raise
-        raise NotBuilt(f"the compiled adapter cannot be kept in {folder.parent} ({error.strerror or error}): set SHARDPLAN_CACHE to a folder that can be written, or "
+    except (OSError, files.CannotWrite) as error:
+        raise NotBuilt(f"the compiled adapter cannot be kept in {folder.parent} ({getattr(error, 'strerror', None) or error}): set SHARDPLAN_CACHE to a folder that can be written, or "
                        "run `shardplan doctor --build` where this one can") from error
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "a") as file:  # it stays: a removed one would be two
+    with open(os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as file:  # it stays: a removed one would be two
         begin, told = time.monotonic(), False
         while True:
             try:
