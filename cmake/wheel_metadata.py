@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions and requirements of the wheels: the provider of dynamic metadata of pyproject.toml and executor/pyproject.toml.
+"""Versions, requirements and the page of the wheels: the provider of dynamic metadata of pyproject.toml and executor/pyproject.toml.
 
     shardplan 0.3.0                    of = "core": for any Python, without torch
     shardplan-torch 0.3.0+torch2.15    of = "adapter": requires shardplan==0.3.0 and torch==2.15.*, which its module is built with
@@ -15,11 +15,43 @@ from collections.abc import Mapping
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+# A block of code, a piece of code, or a link: what is code stays as it is.
+_CODE_OR_LINK = re.compile(r"```.*?```|`[^`\n]*`|(?P<picture>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)", re.DOTALL)
 
 
 def project_version(text: str) -> str:
     """Of CMakeLists.txt, its one place."""
     return re.search(r"^project\(shardplan VERSION ([0-9.]+)", text, re.MULTILINE)[1]
+
+
+def repository(citation: str) -> str | None:
+    """Of CITATION.cff, its one place: the address of the sources, or None while it names none."""
+    found = re.search(r"^repository-code: *[\"']?(https://[^\s\"']+)", citation, re.MULTILINE)
+    return found[1].rstrip("/") if found else None
+
+
+def _is_relative(target: str | None) -> bool:
+    return target is not None and not re.match(r"#|[a-z]+:", target)
+
+
+def relative_links(page: str) -> list[str]:
+    """Targets that need the tree beside the page."""
+    return [found["target"] for found in _CODE_OR_LINK.finditer(page) if _is_relative(found["target"])]
+
+
+def index_page(readme: str, address: str | None, version: str) -> str:
+    """README.md as a package index shows it, where no file is beside it: links into the tree lead to the version's tag at `address`. Without an address they
+    are text, and pictures of the tree are left out."""
+
+    def absolute(found: re.Match) -> str:
+        target, text = found["target"], found["text"]
+        if not _is_relative(target):
+            return found[0]
+        if address is None:
+            return "" if found["picture"] else text
+        return f"{found['picture']}[{text}]({address}/{'raw' if found['picture'] else 'blob'}/v{version}/{target})"
+
+    return _CODE_OR_LINK.sub(absolute, readme)
 
 
 def torch_release() -> str | None:
@@ -51,5 +83,8 @@ def adapter(version: str, release: str | None, bounds: list[str], others: list[s
 def dynamic_metadata(settings: Mapping[str, Any], _project: Mapping[str, Any]) -> dict[str, Any]:
     version = project_version((ROOT / "CMakeLists.txt").read_text())
     if settings["of"] == "core":
-        return {"version": version}
+        address = repository((ROOT / "CITATION.cff").read_text())
+        page = index_page((ROOT / "README.md").read_text(), address, version)
+        urls = {"Source": address, "Changelog": f"{address}/blob/v{version}/CHANGELOG.md"} if address else {}
+        return {"version": version, "readme": {"text": page, "content-type": "text/markdown"}, "urls": urls}
     return adapter(version, torch_release(), settings["torch"], settings["dependencies"])

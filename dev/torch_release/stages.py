@@ -91,7 +91,7 @@ def site_packages(venv: pathlib.Path) -> pathlib.Path:
 
 
 def venv(check: Check) -> Result:
-    wanted = versions.requirements((ROOT / "tools" / "requirements.txt").read_text(), check.version)
+    wanted = versions.requirements("".join((ROOT / "tools" / name).read_text() for name in versions.LISTS), check.version)
     listed, stamp = check.folder / "requirements.txt", check.folder / "venv" / "requirements.stamp"
     if stamp.exists() and stamp.read_text() == wanted:
         return Result("venv", "there already")

@@ -11,6 +11,7 @@ _AVAILABLE = re.compile(r"^Available versions: (.*)$", re.MULTILINE)
 # They follow torch's CUDA: torch pins cuda-toolkit, and cuda-toolkit pins these.
 _OF_TORCH = ("torch", "nvidia-cuda-crt", "nvidia-cuda-cccl")
 CUDA = "cuda-toolkit[crt,cccl]"
+LISTS = ("requirements.txt", "requirements-tests.txt")  # in tools/
 
 
 class BadVersion(Exception):
@@ -62,6 +63,6 @@ def check(version: str, available: list[str], oldest: str) -> None:
 
 
 def requirements(text: str, version: str) -> str:
-    """tools/requirements.txt with this torch, and the CUDA headers that go with it."""
+    """The lists of tools/ with this torch, and the CUDA headers that go with it."""
     others = [line for line in text.splitlines() if line and not line.startswith("#") and line.split("==")[0] not in _OF_TORCH]
     return "\n".join([*others, f"torch=={version}", CUDA]) + "\n"

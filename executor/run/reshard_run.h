@@ -6,10 +6,13 @@
 #include <vector>
 
 #include "options.h"
+#include "shardplan/executor/launch.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/reshard.h"
 
 namespace shardplan::run {
+
+using executor::RankEnvironment;
 
 // Whether a document that is no plan of training is one of resharding, by the error of reading it as one.
 bool IsReshardInstead(const Error& error);

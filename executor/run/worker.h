@@ -3,10 +3,13 @@
 #pragma once
 
 #include "options.h"
+#include "shardplan/executor/launch.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::run {
+
+using executor::RankEnvironment;
 
 // Replays the plan, once all ranks have found that they have the same; rank 0 prints the comparison to
 // stdout. Everything that goes wrong comes back as an error. A rank whose plan is an error tells the others.

@@ -29,7 +29,7 @@ const std::string& Streams() {
 }
 
 // The cases, "torch_2.11/..." among them.
-std::vector<std::string> Cases() {
+std::vector<std::string> StreamCases() {
   std::vector<std::string> cases;
   for (const auto& entry : std::filesystem::recursive_directory_iterator(Streams())) {
     std::string name = entry.path().string().substr(Streams().size());
@@ -95,7 +95,7 @@ TEST_P(StreamConformanceTest, WaitsForWhatPyTorchWaitsFor) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Recordings, StreamConformanceTest, ::testing::ValuesIn(Cases()),
+INSTANTIATE_TEST_SUITE_P(Recordings, StreamConformanceTest, ::testing::ValuesIn(StreamCases()),
                          [](const auto& info) {
                            std::string name = info.param;
                            std::ranges::replace_if(

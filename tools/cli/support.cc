@@ -93,6 +93,7 @@ Error Execute(const std::string& program, const std::vector<std::string>& argume
     const std::string joined = old && *old ? python_path + ":" + old : python_path;
     setenv("PYTHONPATH", joined.c_str(), 1);
   }
+  setenv("SHARDPLAN_COMMAND_VERSION", SHARDPLAN_VERSION, 1);
   execvp(program.c_str(), Argv(program, arguments).data());
   return CannotStart(program, errno);
 }

@@ -61,7 +61,8 @@ bool HasStandardOutput(const std::vector<OutputFile>& outputs);
 // Folders with shipped data, first match wins: an installation's share folder, then the source tree.
 std::vector<std::filesystem::path> DataFolders(const std::string& installed, const std::string& in_source);
 
-// Replaces this process by `program arguments...`; PYTHONPATH is extended by `python_path` unless empty.
+// Replaces this process by `program arguments...`; PYTHONPATH is extended by `python_path` unless empty. The
+// Python package compares SHARDPLAN_COMMAND_VERSION with its own version.
 // Returns only on failure.
 Error Execute(const std::string& program, const std::vector<std::string>& arguments,
               const std::string& python_path = {});

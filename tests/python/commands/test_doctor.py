@@ -2,6 +2,7 @@
 """`shardplan doctor` finds what is there, and says what to do about what is not, crashes and hangs included."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from conftest import ROOT, build_folder
 
 sys.path.append(str(ROOT / "tools" / "python"))
+from shardplan import versions  # noqa: E402
 from shardplan.doctor import checks, cli  # noqa: E402
 from shardplan.doctor.checks import Check, Finding  # noqa: E402
 
@@ -35,7 +37,9 @@ def test_programs_that_are_not_there_are_missed(tmp_path, monkeypatch, capsys):
 
 
 def test_a_build_without_the_executor_is_told(tmp_path, monkeypatch):
-    (tmp_path / "shardplan").write_text("")
+    program = tmp_path / "shardplan"
+    program.write_text(f"#!/bin/sh\necho {versions.__version__}\n")
+    program.chmod(0o755)
     monkeypatch.setenv("SHARDPLAN_PROGRAMS", str(tmp_path))
     finding = cli._programs()
     assert finding.state == "missing" and "not built: shardplan-conformance, shardplan-run" in finding.found
@@ -56,7 +60,9 @@ def test_what_fails_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch, body, s
     package.mkdir(parents=True)
     (tmp_path / "shardplan" / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
-    (tmp_path / "shardplan" / "installing.py").write_text((ROOT / "tools" / "python" / "shardplan" / "installing.py").read_text())
+    for name in ("building", "files.py", "installing.py"):
+        source = ROOT / "tools" / "python" / "shardplan" / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / "shardplan" / name)
     source = (ROOT / "tools" / "python" / "shardplan" / "doctor" / "checks.py").read_text()
     source = source.replace("CHECKS = (", f"def _odd():\n    {body}\n\n\nCHECKS = (\n    Check('odd', _odd, True, 'do this'),", 1)
     (package / "checks.py").write_text(source)

@@ -90,3 +90,21 @@ def test_what_has_to_build_says_so(clone, arguments, preset):
     done = run(clone, *arguments)
     assert done.returncode == 0 and done.stdout == "ran\n" and (clone / "built").read_text().split()[0] == preset
     assert "nothing is built yet" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_setup_knows_what_the_environment_holds(tmp_path):
+    """A product's build takes an environment with or without the packages of tests; a build of the tests takes the second alone."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / ".venv").mkdir()
+    for name in ("setup", "requirements.txt", "requirements-tests.txt"):
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
+    product, tests = ((tmp_path / "tools" / name).read_text() for name in ("requirements.txt", "requirements-tests.txt"))
+
+    def there(*arguments):
+        return subprocess.run([tmp_path / "tools" / "setup", "--there", *arguments], capture_output=True, check=False).returncode == 0
+
+    assert (there(), there("--product")) == (False, False)
+    for stamp, expected in ((product, (False, True)), (product + tests, (True, True)), (product[:-1], (False, False)), (product.replace("torch==2", "torch==1") + tests, (False, False))):
+        (tmp_path / ".venv" / "requirements.stamp").write_text(stamp)
+        assert (there(), there("--product")) == expected
+    assert subprocess.run([tmp_path / "tools" / "setup", "--prodct"], capture_output=True, check=False).returncode == 2

@@ -16,7 +16,7 @@ sys.path += [str(ROOT / "cmake"), str(ROOT / "dev" / "torch_release")]
 import wheel  # noqa: E402
 import wheel_metadata  # noqa: E402
 
-from shardplan import installing  # noqa: E402
+from shardplan import installing, versions  # noqa: E402
 
 
 def interpreter(folder: pathlib.Path, name: str, has_torch: bool) -> pathlib.Path:
@@ -108,6 +108,7 @@ def test_a_module_that_is_built_with_another_torch_is_named(tmp_path):
 def test_the_version_is_one():
     version = re.search(r"project\(shardplan VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[1]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert versions.__version__ == version
     assert re.search(r"^## ([0-9.]+) ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version
 
 
@@ -146,7 +147,7 @@ def test_the_wheels_metadata_are_those_of_the_project_and_the_interpreter():
     core = wheel_metadata.dynamic_metadata(settings_of(ROOT), {})
     made = wheel_metadata.dynamic_metadata(settings_of(ROOT / "executor"), {})
     version = core["version"]
-    assert core == {"version": version} and made["version"] == f"{version}+torch{installed_pytorch()}"
+    assert core["readme"]["content-type"] == "text/markdown" and made["version"] == f"{version}+torch{installed_pytorch()}"
     assert made["dependencies"] == [f"shardplan=={version}", f"torch=={installed_pytorch()}.*", "numpy"]
     shown = subprocess.run([build_folder() / "bin" / "shardplan", "--version"], capture_output=True, text=True, check=True).stdout
     assert version in shown

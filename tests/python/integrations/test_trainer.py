@@ -10,8 +10,9 @@ from conftest import ROOT, plans_in
 sys.path.insert(0, str(ROOT / "tests" / "python" / "adapter"))
 import adapter_workers  # noqa: E402
 import trainer_ranks  # noqa: E402
+import warm  # noqa: E402
 
-adapter_workers.PRELOADED += ["accelerate", "transformers.trainer"]
+warm.IMPORTED += ["accelerate", "transformers.trainer"]
 
 
 def on_two_ranks(folder: pathlib.Path, function, *arguments) -> list[dict]:

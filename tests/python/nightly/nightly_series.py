@@ -247,6 +247,10 @@ def sanitized_items(preset: str) -> list[tuple[str, str]]:
     return items + ([("adapter", file) for file in (*adapter_files(), *CPP_FILES)] if preset == "asan" else [])
 
 
+def at_hand(part: Part) -> list[Step]:
+    return [pytest(part, "at_hand", "tests/python/nightly/at_hand.py")]
+
+
 def exactly(names: list[str]) -> str:
     """A pattern of ctest."""
     return "^(" + "|".join(re.sub(r"([][.+*?()^$|\\])", r"\\\1", name) for name in names) + ")$"
@@ -306,6 +310,7 @@ ALL = [
            build=build("dev", "product")),
     Series("examples", "examples that start launchers or a cluster", examples, 1, 1, length=lambda: 1, build=build("dev", "product")),
     Series("models", "shipped traces are what the tracer makes", shipped_models, 2, 8, length=lambda: len(models()), build=build("dev", "product")),
+    Series("at_hand", "the adapter compiled from the sources of the wheel, and trained with", at_hand, 1, 1, length=lambda: 1, build=build("dev", "shardplan")),
     Series("live", "plans of random models and settings next to the installed FSDP1 and FSDP2", live, 10, 400, FIRST_SEED, build=build("dev", "product")),
     Series("checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED, build=build("dev", "product")),
     Series("fuzz", "changed inputs of every reader; a case is an input", fuzz, 200, 20_000, FIRST_SEED, by_one=True, build=build("dev", "fuzz_documents")),

@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "commands/commands.h"
+#include "run/options.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/simulate.h"
 #include "support.h"
@@ -162,6 +163,8 @@ void AddConformanceCommand(CLI::App& app, Invocation& invocation) {
   });
 }
 
+namespace {
+
 // The output that `run` is asked for is no file that it reads, and can be written. `run` prints besides.
 Status CheckProfile(const std::vector<std::string>& arguments) {
   const std::string flag = "--profile";
@@ -179,23 +182,39 @@ Status CheckProfile(const std::vector<std::string>& arguments) {
   return profile.empty() ? Status() : CheckOutputs(others, {{flag, profile}}, /*prints=*/true);
 }
 
+// What ends `run` before anything is started: its help, or arguments that it does not have.
+std::optional<int> EndOfParsing(const std::vector<std::string>& arguments) {
+  std::vector<const char*> words = {"shardplan run"};
+  for (const std::string& argument : arguments) words.push_back(argument.c_str());
+  run::RunOptions ignored;
+  return run::ParseRun(static_cast<int>(words.size()), words.data(), ignored);
+}
+
+// shardplan-run beside the command; in a wheel, that of the environment's torch, which is compiled where it
+// is not yet.
+Error ExecuteRun(std::vector<std::string> arguments) {
+  const fs::path program = fs::path(ExecutableFolder()) / "shardplan-run";
+  if (IsThere(program)) return Execute(program.string(), arguments);
+  if (SourceFolder().empty()) return ExecutePythonCommand("building", std::move(arguments));
+  return {ErrorCode::kEnvironment,
+          "this build has no executor: configure with -DSHARDPLAN_EXECUTOR=ON",
+          program.string(),
+          {},
+          {},
+          {}};
+}
+
+}  // namespace
+
 void AddRunCommand(CLI::App& app, Invocation& invocation) {
   CLI::App* command =
       AddDelegate(app, "run", "Replay a plan without the model on real ranks: real memory, real collectives");
   command->callback([command, &invocation] {
-    const fs::path program = fs::path(ExecutableFolder()) / "shardplan-run";
-    if (!IsThere(program)) {
-      invocation.exit_code =
-          Fail({ErrorCode::kEnvironment,
-                SourceFolder().empty() ? "it comes with the package shardplan-torch"
-                                       : "this build has no executor: configure with -DSHARDPLAN_EXECUTOR=ON",
-                program.string(),
-                {},
-                {},
-                {}});
+    std::vector<std::string> arguments = command->remaining();
+    if (const std::optional<int> code = EndOfParsing(arguments)) {
+      invocation.exit_code = *code;
       return;
     }
-    std::vector<std::string> arguments = command->remaining();
     if (const Status status = CheckProfile(arguments); !status) {
       invocation.exit_code = Fail(status.error());
       return;
@@ -208,7 +227,7 @@ void AddRunCommand(CLI::App& app, Invocation& invocation) {
       }
       arguments.insert(arguments.end(), {"--report", *path});
     }
-    invocation.exit_code = Fail(Execute(program.string(), arguments));
+    invocation.exit_code = Fail(ExecuteRun(std::move(arguments)));
   });
 }
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from shardplan import versions
+
 EXIT_ENVIRONMENT = 4
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 # Controls, separators of lines, marks of direction, and bytes that are no UTF-8 (surrogates): as schemas/printable.h has them.
@@ -21,7 +23,7 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 class NoCommand(Exception):
-    """The built command `shardplan` is not there, or cannot be started."""
+    """The built command `shardplan` is not there, cannot be started, or is of another version."""
 
 
 class _StandardOutputFailed(Exception):
@@ -55,6 +57,8 @@ def built_command(name: str) -> str:
     program = str(Path(folder) / "shardplan") if folder else shutil.which("shardplan")
     if not program or not Path(program).exists():
         raise NoCommand(f"the command shardplan is not found (found {program or 'none'}): run `shardplan {name}`, or set SHARDPLAN_PROGRAMS to its folder")
+    if problem := versions.why_not_program(program):
+        raise NoCommand(problem)
     return program
 
 
@@ -103,8 +107,12 @@ class _StandardError(io.TextIOWrapper):
 
 
 def run(name: str, main: Callable[[], int]) -> NoReturn:
-    """Ends the process as `main` says: 4 where standard output cannot be written, by the signal that came while it ran."""
+    """Ends the process as `main` says: 4 where standard output cannot be written or the command that started it is of another version, by the signal that
+    came while it ran."""
     _take_over_streams()
+    if problem := versions.why_not("the command shardplan", os.environ.get("SHARDPLAN_COMMAND_VERSION", versions.__version__)):
+        print(f"{name}: {problem}", file=sys.stderr)
+        sys.exit(EXIT_ENVIRONMENT)
     ended = _handle_signals()
     try:
         code = _finished(main)

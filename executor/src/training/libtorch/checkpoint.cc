@@ -20,8 +20,8 @@
 #include "shardplan/schemas/dtype.h"
 #include "shardplan/schemas/state_checkpoint.h"
 #include "training/failure.h"
+#include "training/libtorch/torch_names.h"
 #include "training/libtorch/training_impl.h"
-#include "training/torch_names.h"
 
 namespace shardplan::executor {
 namespace {

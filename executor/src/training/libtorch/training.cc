@@ -24,8 +24,8 @@
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/precision.h"
 #include "training/failure.h"
+#include "training/libtorch/torch_names.h"
 #include "training/libtorch/training_impl.h"
-#include "training/torch_names.h"
 
 namespace shardplan::executor {
 namespace {

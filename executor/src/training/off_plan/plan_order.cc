@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
 namespace {

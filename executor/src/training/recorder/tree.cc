@@ -3,8 +3,8 @@
 
 #include <string>
 
+#include "training/libtorch/torch_names.h"
 #include "training/recorder/operators.h"
-#include "training/torch_names.h"
 
 namespace shardplan::executor {
 namespace {

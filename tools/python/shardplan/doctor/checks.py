@@ -14,16 +14,17 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from shardplan import building
 from shardplan.installing import TORCH_RELEASES, how_to_install, in_checkout
 
 MARK = "shardplan.doctor: "
-TRAINS = "tools/build dev" if in_checkout() else "pip install shardplan-torch, the wheel of this torch"
+TRAINS = "tools/build dev" if in_checkout() else "pip install 'shardplan[torch]' brings what compiles it; `shardplan doctor --build` says what is missing"
 _RANKS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    state: str  # works, missing (nothing is wrong, it is not there), broken
+    state: str  # works, later (it is made when it is needed), missing (nothing is wrong, it is not there), broken
     found: str
     advice: str = ""  # what to do; "": nothing
 
@@ -46,6 +47,16 @@ def _python() -> Finding:
     return Finding("works", found) if sys.version_info >= (3, 10) else Finding("broken", found, "Python 3.10 or later")
 
 
+def _package() -> Finding:
+    from shardplan import versions
+
+    of, there = versions.__version__, versions.installed()
+    others = [f"{name} {version} in {folder}" for name, version, folder in there if version.split("+")[0] != of]
+    if others:
+        return Finding("broken", f"{of} is imported, and there is {', '.join(others)}", "one version alone: pip uninstall what is not wanted, or take its folder off PYTHONPATH")
+    return Finding("works", ", ".join([f"{of} in {os.path.dirname(versions.__file__)}", *(f"{name} {version}" for name, version, _ in there if name != "shardplan")]))
+
+
 def _torch() -> Finding:
     if not has_torch():
         return Finding("missing", "not installed", f"traces and training need it: {how_to_install('torch')}; SHARDPLAN_PYTHON names another interpreter")
@@ -64,6 +75,12 @@ def _torch() -> Finding:
 
 
 def _module() -> Finding:
+    if building.comes_with_sources() and importlib.util.find_spec("_shardplan") is None:
+        try:
+            if building.kept() is None:
+                return Finding("later", "not compiled yet for this torch", "the first import does so, in a minute or two; `shardplan doctor --build` does so now")
+        except building.NotBuilt as error:
+            return Finding("broken", str(error))
     try:
         from shardplan.torch._native import native
     except ImportError as error:
@@ -131,7 +148,7 @@ def _nccl() -> Finding:
     return Finding("works", f"{version}, an all-reduce on one rank")
 
 
-def _package(name: str, use: str) -> Callable[[], Finding]:
+def _other_package(name: str, use: str) -> Callable[[], Finding]:
     def check() -> Finding:
         import importlib.metadata
 
@@ -145,14 +162,15 @@ def _package(name: str, use: str) -> Callable[[], Finding]:
 
 CHECKS = (
     Check("programs", None, True, "tools/build dev" if in_checkout() else "pip install --force-reinstall shardplan"),
+    Check("package", _package, True, "pip install --force-reinstall shardplan"),
     Check("python", _python, True, "SHARDPLAN_PYTHON names another interpreter"),
     Check("torch", _torch, True, how_to_install("torch")),
     Check("shardplan.torch", _module, True, TRAINS, of_torch=True),
     Check("Gloo", _gloo, True, "CPU ranks need it", of_torch=True),
     Check("GPUs", _gpus, False, "the driver hangs: nvidia-smi says more", of_torch=True),
     Check("NCCL", _nccl, False, "NCCL_DEBUG=INFO says where it waits", of_torch=True),
-    Check("transformers", _package("transformers", "traces from a Hugging Face config"), False, ""),
-    Check("pyarrow", _package("pyarrow", "sweeps as Parquet files"), False, ""),
+    Check("transformers", _other_package("transformers", "traces from a Hugging Face config"), False, ""),
+    Check("pyarrow", _other_package("pyarrow", "sweeps as Parquet files"), False, ""),
 )
 
 

@@ -7,6 +7,7 @@ Each check runs in a process of its own: a library that crashes or hangs while i
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -14,42 +15,58 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shardplan import building
 from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, built_command, printable_name
 from shardplan.doctor import checks
 from shardplan.doctor.checks import CHECKS, Check, Finding
+from shardplan.installing import how_to_install
 
 _DESCRIPTION = """\
 Say what is installed, which backends work on this machine, and what to do about those that do not."""
 _EPILOG = """\
 exit codes: 0 everything that planning, simulating and (where torch is installed) training on CPU ranks needs works, 2 usage, 4 something of it does
 not"""
-_MARKS = {"works": "ok  ", "missing": "--  ", "broken": "FAIL"}
+_MARKS = {"works": "ok  ", "later": "--  ", "missing": "--  ", "broken": "FAIL"}
 
 
 def parser() -> argparse.ArgumentParser:
     result = ArgumentParser(prog="shardplan doctor", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--timeout", type=float, default=60, metavar="S", help="for each check (default: 60)")
+    result.add_argument("--build", action="store_true", help="compile shardplan.torch for the torch at hand first, where that is not done yet")
     return result
 
 
 def main() -> int:
     options = parser().parse_args()
     bad, torch = [], checks.has_torch()
+    not_built = _build(torch) if options.build else None
     for check in CHECKS:
         if check.of_torch and not torch:
             continue
-        finding = _found(check, options.timeout)
+        finding = not_built if not_built and check.name == "shardplan.torch" else _found(check, options.timeout)
         print(f"{_MARKS[finding.state]}  {check.name:<16} {printable_name(finding.found)}")
         if finding.advice:
             print(f"      {'':<16} {printable_name(finding.advice)}")
         sys.stdout.flush()
-        if check.needed and finding.state != "works" and (torch or finding.state == "broken"):
+        if check.needed and finding.state not in ("works", "later") and (torch or finding.state == "broken"):
             bad.append(check.name)
     if bad:
         print(f"\nnot ready: {', '.join(bad)}")
     elif not torch:
         print("\nready to plan and simulate; torch is not installed: no traces, no training")
     return EXIT_ENVIRONMENT if bad else 0
+
+
+def _build(torch: bool) -> Finding | None:
+    """What went wrong."""
+    if not torch:
+        print(f"shardplan doctor: there is no torch to compile for: {how_to_install('torch')}", file=sys.stderr)
+    elif building.comes_with_sources() and importlib.util.find_spec("_shardplan") is None:
+        try:
+            building.built()
+        except ImportError as error:  # torch's own, too
+            return Finding("broken", str(error))
+    return None
 
 
 def _found(check: Check, timeout: float) -> Finding:
@@ -79,7 +96,8 @@ def _programs() -> Finding:
     except NoCommand as error:
         return Finding("broken", str(error), CHECKS[0].advice)
     there = [name for name in ("shardplan", "shardplan-run", "shardplan-conformance") if (folder / name).exists()]
-    missing = sorted({"shardplan-run", "shardplan-conformance"} - set(there))
+    wanted = {"shardplan-conformance"} if building.comes_with_sources() else {"shardplan-run", "shardplan-conformance"}
+    missing = sorted(wanted - set(there))
     if missing:
         return Finding("missing", f"{', '.join(there)} in {folder}; not built: {', '.join(missing)}", f"without LibTorch plans are made, verified and simulated, and not replayed: {checks.TRAINS}")
     return Finding("works", f"{', '.join(there)} in {folder}")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds and loads the compiled module `_shardplan`: from the installed package, or from a build folder of the repository."""
+"""Finds and loads the compiled module `_shardplan`: an installed one, that of a build folder of the repository, or one that is compiled for this torch."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import pathlib
 import sys
@@ -12,6 +13,8 @@ import typing
 
 import torch  # noqa: F401  (its libraries must be loaded before ours)
 
+from shardplan import versions
+from shardplan.building import NotBuilt, built, comes_with_sources
 from shardplan.installing import in_checkout
 
 
@@ -22,6 +25,8 @@ def _build_folders() -> list[pathlib.Path]:
     """
     if build := os.environ.get("SHARDPLAN_BUILD"):
         return [pathlib.Path(build) / "python"]
+    if not in_checkout():
+        return []
     root = pathlib.Path(__file__).resolve().parents[4]
     modules = [module for module in (root / "build").glob("*/python/_shardplan*.so") if module.parts[-3] not in ("asan", "tsan")]
     return [module.parent for module in sorted(modules, key=lambda m: m.stat().st_mtime, reverse=True)]
@@ -41,6 +46,10 @@ def _load() -> types.ModuleType:
         finally:
             for entry in path:
                 sys.path.remove(entry)
+    if comes_with_sources():
+        if refused:
+            print(f"shardplan: {''.join(refused)}Another one is compiled", file=sys.stderr, flush=True)
+        return _load_compiled()
     state = "is built with another torch" if refused else "is neither installed nor built"
     raise ImportError(
         f"shardplan.torch needs the compiled module _shardplan, which {state}. {''.join(refused)}"
@@ -48,7 +57,21 @@ def _load() -> types.ModuleType:
     )
 
 
+def _load_compiled() -> types.ModuleType:
+    try:
+        path = built().module
+    except NotBuilt as error:
+        raise NotBuilt(f"shardplan.torch needs its compiled module: {error}") from None
+    spec = importlib.util.spec_from_file_location("_shardplan", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["_shardplan"] = module
+    return module
+
+
 if typing.TYPE_CHECKING:
     import _shardplan as native
 else:
     native = _load()
+    if problem := versions.why_not(f"the compiled module {native.__file__}", native.__version__, "shardplan-torch"):
+        raise ImportError(problem)

@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
+from shardplan.building import cache_folder
 from shardplan.files import CannotWrite, write_text
 
 from ._native import native
 
 
 def default_folder() -> pathlib.Path:
-    """$SHARDPLAN_PLANS, else shardplan/plans in the user's cache folder (XDG)."""
+    """$SHARDPLAN_PLANS, else plans in the cache folder."""
     if given := os.environ.get("SHARDPLAN_PLANS"):
         return pathlib.Path(given)
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "shardplan" / "plans"
+    return cache_folder() / "plans"
 
 
 class PlanStore:

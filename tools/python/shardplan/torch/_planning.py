@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from shardplan import versions
 from shardplan.files import scratch_folder, write_text
 
 from ._errors import PlanError
@@ -28,6 +29,8 @@ def command() -> str:
     found = shutil.which("shardplan") or shutil.which("shardplan", path=os.pathsep.join([str(built), sysconfig.get_path("scripts")]))
     if found is None:
         raise PlanError("planning needs the command shardplan, which is neither on the PATH nor installed nor built")
+    if problem := versions.why_not_program(found):
+        raise PlanError(problem)
     return found
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/torch_names.h"
+#include "training/libtorch/torch_names.h"
 
 #include <string_view>
 
