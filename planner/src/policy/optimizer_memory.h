@@ -7,6 +7,7 @@
 #include "shardplan/planner/program_builder.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/simulator/optimizer_tensors.h"
+#include "units/partition.h"
 
 namespace shardplan {
 

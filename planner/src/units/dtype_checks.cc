@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/precision.h"
 
 namespace shardplan {

@@ -247,6 +247,11 @@ def sanitized_items(preset: str) -> list[tuple[str, str]]:
     return items + ([("adapter", file) for file in (*adapter_files(), *CPP_FILES)] if preset == "asan" else [])
 
 
+def alone(part: Part) -> list[Step]:
+    slices = range(part.position, part.position + part.count)
+    return [Step(["dev/check_alone", "--slice", f"{position + 1}/{SLICES}"], last_line, python()) for position in slices]
+
+
 def at_hand(part: Part) -> list[Step]:
     return [pytest(part, "at_hand", "tests/python/nightly/at_hand.py")]
 
@@ -309,6 +314,7 @@ ALL = [
     Series("ported", "FSDP2's scripts ported line by line, every setting, compiled in every way", ported, 1, 1, length=lambda: len(PORTED),
            build=build("dev", "product")),
     Series("examples", "examples that start launchers or a cluster", examples, 1, 1, length=lambda: 1, build=build("dev", "product")),
+    Series("alone", "each file of C++ compiled alone: a unity build hides what it does not include", alone, 2, 8, length=lambda: SLICES, build=build("dev", "product")),
     Series("models", "shipped traces are what the tracer makes", shipped_models, 2, 8, length=lambda: len(models()), build=build("dev", "product")),
     Series("at_hand", "the adapter compiled from the sources of the wheel, and trained with", at_hand, 1, 1, length=lambda: 1, build=build("dev", "shardplan")),
     Series("live", "plans of random models and settings next to the installed FSDP1 and FSDP2", live, 10, 400, FIRST_SEED, build=build("dev", "product")),
