@@ -169,10 +169,11 @@ def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
         kept = rows.Rows(path, list(axes))
         evaluate = Evaluator(program, folder, options.trace_flag, plan_flags, options.budget)
         answers, reasons = _run_all(options, todo, kept, evaluate)
-        kept.close()
         places = {answers.get(asked, asked): place for place, asked in enumerate(todo)}
         # As they were asked for, not as they came to an end.
-        _write_others(options, [kept.done[c] for c in sorted(kept.done, key=lambda c: places.get(c, len(places)))], list(axes))
+        ordered = sorted(kept.done, key=lambda c: places.get(c, len(places)))
+        kept.close(ordered)
+        _write_others(options, [kept.done[c] for c in ordered], list(axes))
         return _say(options, kept, answers, reasons, list(axes))
 
 
@@ -203,7 +204,7 @@ def _run_all(options: argparse.Namespace, todo: list[Configuration], kept: rows.
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return answers, {asked: reasons[asked] for asked in todo if asked in reasons}
+    return tuple({asked: found[asked] for asked in todo if asked in found} for found in (answers, reasons))
 
 
 def _write_others(options: argparse.Namespace, done: list[dict[str, str]], axes: list[str]) -> None:

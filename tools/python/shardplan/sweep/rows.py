@@ -22,6 +22,7 @@ class Rows:
     """Rows that are done, in a file to which each is appended when it is."""
 
     def __init__(self, path: str, axes: list[str]):
+        self._path = path
         self.columns = [*axes, *RESULTS]
         self.axes = axes
         self.done: dict[Configuration, dict[str, str]] = {}
@@ -49,17 +50,30 @@ class Rows:
                 continue
             values = dict(configuration.values) | {name: str(results.get(name, "")) for name in RESULTS}
             self.done[configuration] = values
-            cells.append([values[column] for column in self.columns])
+            cells.append(self._cells(configuration))
         if cells:
             self._append(cells)
 
-    def _append(self, rows: list[list[str]]) -> None:
-        lines = io.StringIO()
-        csv.writer(lines, lineterminator="\n").writerows(rows)
-        self._log.append(lines.getvalue())
+    def _cells(self, configuration: Configuration) -> list[str]:
+        return [self.done[configuration][column] for column in self.columns]
 
-    def close(self) -> None:
+    def _append(self, rows: list[list[str]]) -> None:
+        self._log.append(_text(rows))
+
+    def close(self, ordered: list[Configuration]) -> None:
+        """At the end of a sweep. `ordered`: all that is done; the file gets that order, whichever came to an end first."""
         self._log.end()
+        moved = ordered != list(self.done)
+        self.done = {configuration: self.done[configuration] for configuration in ordered}
+        if self._log.is_file and moved:
+            text = _text([self.columns, *map(self._cells, ordered)])
+            files.write_bytes(self._path, text.encode("utf-8", errors="surrogateescape"))
+
+
+def _text(rows: list[list[str]]) -> str:
+    lines = io.StringIO()
+    csv.writer(lines, lineterminator="\n").writerows(rows)
+    return lines.getvalue()
 
 
 def merged(paths: list[str]) -> str:
@@ -74,9 +88,7 @@ def merged(paths: list[str]) -> str:
         for row in found[1:]:
             if len(row) == len(columns):
                 rows.setdefault(tuple(row[:axes]), row)
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows.values()])
-    return text.getvalue()
+    return _text([columns, *rows.values()])
 
 
 def _cells(path: str) -> list[list[str]]:
