@@ -186,7 +186,7 @@ def _errors(log: pathlib.Path) -> list[str]:
 
 def names(check: Check) -> Result:
     python = {str(p.relative_to(ROOT)): p.read_text() for p in (ROOT / "tools/python/shardplan").rglob("*.py")}
-    native = {str(p.relative_to(ROOT)): p.read_text() for f in ("executor", "tests/device") for p in (ROOT / f).rglob("*.cc")}
+    native = {str(p.relative_to(ROOT)): p.read_text() for f in ("executor", "device") for p in (ROOT / f).rglob("*.cc")}
     uses, operators = symbols.python_uses(python), symbols.operators(native)
     unresolved, unknown = symbols.probe(check.python, sorted(uses.dotted), sorted(operators))
     different = symbols.missing_names(uses, unresolved, symbols.words_of([check.site / "torch", check.site / "transformers"]))
@@ -205,7 +205,7 @@ def names(check: Check) -> Result:
 def _libraries(check: Check) -> tuple[list[pathlib.Path], str]:
     """What is built against this torch, else what build/dev has."""
     for folder in (check.build, ROOT / "build" / "dev"):
-        found = [*folder.glob("tests/device/libshardplan_device*.so"), *folder.glob("**/_shardplan*.so")]
+        found = [*folder.glob("device/libshardplan_device*.so"), *folder.glob("**/_shardplan*.so")]
         if found:
             return found, folder.name
     return [], ""

@@ -132,7 +132,7 @@ def build(mutation: Mutation, folder: pathlib.Path) -> pathlib.Path:
 def is_seen(program: pathlib.Path, tests: str, seed: int) -> str:
     """"" or the first line that says what is wrong."""
     environment = {**os.environ, "SHARDPLAN_DEVICE_MODE": f"lazy:{seed}", "SHARDPLAN_EVERY": "20"}
-    library = BUILD / "tests" / "device" / "libshardplan_device.so"
+    library = BUILD / "device" / "libshardplan_device.so"
     command = [ROOT / "dev" / "on_device", library, program, f"--gtest_filter={tests}"]
     run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
     try:

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/device/runtime/software_device.h"
+#include "device/runtime/software_device.h"
 #include "tests/executor/forked_ranks.h"
 
 // What the compiler's code for kernels calls.

@@ -69,7 +69,7 @@ def installed_pytorch() -> str:
 
 def on_device(command: list[str], mode: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs a command on the device in software (docs/internals/device.md)."""
-    library = build_folder() / "tests" / "device" / "libshardplan_device.so"
+    library = build_folder() / "device" / "libshardplan_device.so"
     if not library.exists():
         pytest.skip(f"{library} is not built: torch has no CUDA, or the build has sanitizers")
     folders = ":".join(filter(None, [str(library.parent), os.environ.get("LD_LIBRARY_PATH")]))  # torch looks for NVML there

@@ -120,7 +120,7 @@ def test_its_losses_are_those_of_the_twin_in_python(plans, tmp_path):
 @pytest.mark.parametrize("mode", ["inline", "lazy:3"])
 def test_on_gpus_and_nccl_as_on_the_cpu(plans, tmp_path, mode):
     """On the device in software, whose kernels are the CPU's but for attention, which is made of plain operators."""
-    library = build_folder() / "tests" / "device" / "libshardplan_device.so"
+    library = build_folder() / "device" / "libshardplan_device.so"
     if not library.exists():
         pytest.skip(f"{library} is not built")
     on_cpu = Ranks(tmp_path / "cpu", 2, in_cpp(plans.plan(2), "--steps", 5))

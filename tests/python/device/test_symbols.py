@@ -10,7 +10,7 @@ from device_symbols import asked_of_device, not_given
 
 
 def test_the_device_gives_what_torch_asks_for():
-    device = build_folder() / "tests" / "device" / "libshardplan_device.so"
+    device = build_folder() / "device" / "libshardplan_device.so"
     if not device.exists():
         pytest.skip(f"{device} is not built")
     folder = pathlib.Path(torch.__file__).parent / "lib"

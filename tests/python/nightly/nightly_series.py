@@ -42,7 +42,7 @@ def gtest(part: Part, name: str, program: str, tests: str, environment: dict[str
 
 # ---- on the device in software: on the GPU where there is one ----
 
-DEVICE = ("dev/on_device", str(DEV / "tests" / "device" / "libshardplan_device.so"))
+DEVICE = ("dev/on_device", str(DEV / "device" / "libshardplan_device.so"))
 SLICES = 16  # of the conformance suite's cases
 
 

@@ -5,7 +5,7 @@
 #include <set>
 #include <vector>
 
-#include "tests/device/runtime/state.h"
+#include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/device/kernels/on_host.h"
+#include "device/kernels/on_host.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>

@@ -9,8 +9,8 @@
 #include <optional>
 #include <string>
 
-#include "tests/device/runtime/memory.h"
-#include "tests/device/runtime/state.h"
+#include "device/runtime/memory.h"
+#include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
 namespace {

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "tests/device/runtime/state.h"
+#include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
 namespace {

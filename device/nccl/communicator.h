@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "tests/device/nccl/arithmetic.h"
-#include "tests/device/nccl/shared_file.h"
-#include "tests/device/runtime/engine.h"
+#include "device/nccl/arithmetic.h"
+#include "device/nccl/shared_file.h"
+#include "device/runtime/engine.h"
 
 namespace shardplan::softdevice {
 

@@ -25,7 +25,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/device/runtime/settings.h"
+#include "device/runtime/settings.h"
 
 namespace shardplan::softdevice {
 

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "tests/device/runtime/memory.h"
-#include "tests/device/runtime/software_device.h"
-#include "tests/device/runtime/state.h"
+#include "device/runtime/memory.h"
+#include "device/runtime/software_device.h"
+#include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
 namespace {

@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <map>
 
-#include "tests/device/runtime/state.h"
+#include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/device/nccl/communicator.h"
+#include "device/nccl/communicator.h"
 
 #include <unistd.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/device/runtime/engine.h"
+#include "device/runtime/engine.h"
 
 #include <algorithm>
 #include <cstdio>

@@ -3,7 +3,7 @@
 #include <bit>
 #include <cstring>
 
-#include "tests/device/nccl/communicator.h"
+#include "device/nccl/communicator.h"
 
 namespace shardplan::softdevice {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/device/nccl/shared_file.h"
+#include "device/nccl/shared_file.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/device/runtime/memory.h"
+#include "device/runtime/memory.h"
 
 #include <sys/mman.h>
 
 #include <atomic>
 #include <cstring>
 
-#include "tests/device/runtime/settings.h"
+#include "device/runtime/settings.h"
 
 namespace shardplan::softdevice {
 namespace {

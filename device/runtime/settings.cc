@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/device/runtime/settings.h"
+#include "device/runtime/settings.h"
 
 #include <cstdio>
 #include <cstdlib>

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <string>
 
-#include "tests/device/runtime/engine.h"
+#include "device/runtime/engine.h"
 
 namespace shardplan::softdevice {
 

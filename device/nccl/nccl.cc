@@ -9,9 +9,9 @@
 #include <map>
 #include <set>
 
-#include "tests/device/nccl/communicator.h"
-#include "tests/device/runtime/memory.h"
-#include "tests/device/runtime/state.h"
+#include "device/nccl/communicator.h"
+#include "device/runtime/memory.h"
+#include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
 namespace {

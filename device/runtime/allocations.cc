@@ -4,8 +4,8 @@
 #include <cstring>
 #include <vector>
 
-#include "tests/device/runtime/memory.h"
-#include "tests/device/runtime/state.h"
+#include "device/runtime/memory.h"
+#include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
 namespace {

@@ -16,9 +16,9 @@
 #include <string_view>
 #include <utility>
 
-#include "tests/device/kernels/kernel.h"
-#include "tests/device/kernels/special.h"
-#include "tests/device/runtime/software_device.h"
+#include "device/kernels/kernel.h"
+#include "device/kernels/special.h"
+#include "device/runtime/software_device.h"
 
 // What a newer release registers, dev/check_torch finds out.
 static_assert(TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 11,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/device/kernels/special.h"
+#include "device/kernels/special.h"
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/bernoulli.h>
@@ -8,8 +8,8 @@
 
 #include <algorithm>
 
-#include "tests/device/kernels/kernel.h"
-#include "tests/device/kernels/on_host.h"
+#include "device/kernels/kernel.h"
+#include "device/kernels/on_host.h"
 
 namespace shardplan::softdevice {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/device/nccl/arithmetic.h"
+#include "device/nccl/arithmetic.h"
 
 #include <algorithm>
 #include <bit>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/device/kernels/kernel.h"
+#include "device/kernels/kernel.h"
 
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/empty_strided.h>
@@ -13,9 +13,9 @@
 #include <string_view>
 #include <utility>
 
-#include "tests/device/kernels/on_host.h"
-#include "tests/device/kernels/special.h"
-#include "tests/device/runtime/software_device.h"
+#include "device/kernels/on_host.h"
+#include "device/kernels/special.h"
+#include "device/runtime/software_device.h"
 
 namespace shardplan::softdevice {
 namespace {
