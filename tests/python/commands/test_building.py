@@ -77,7 +77,7 @@ def test_ranks_that_come_together_compile_once(place):
 
 def test_what_is_kept_belongs_to_sources_torch_and_compiler(place):
     first = ask(place)[0]
-    (place / "site" / "torch" / "version.py").write_text("git_version = 'def'\ncuda = None\n")
+    (place / "site" / "torch" / "version.py").write_text("git_version = 'of another size: bytecode is kept by second and size'\ncuda = None\n")
     second = ask(place)[0]
     (place / "site" / "shardplan" / "building" / "sources" / "module.cc").write_text("int answer() { return 43; }\n")
     third = ask(place)[0]
