@@ -114,7 +114,7 @@ MemoryProfile ProfileHostMemory(const Plan& plan, MemoryOptions options,
 }  // namespace
 
 Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) {
-  const Cluster& cluster = options.cluster != nullptr ? *options.cluster : plan.cluster;
+  const Cluster& cluster = plan.cluster;
   if (plan.steps.empty()) {
     return std::unexpected(
         Error{ErrorCode::kBadInput, "the plan has no step", "", "/steps", "0", "1 or more"});
@@ -161,11 +161,9 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
     return std::unexpected(Error{ErrorCode::kBadInput, "the plan needs more memory than a report can say", "",
                                  "/buffers", std::to_string(peak.value), std::to_string(kMostBytes.value)});
   }
-  FitOptions fit_options = options.fit;
-  fit_options.cluster = &cluster;
-  Result<DeviceFit> fit = FitDevice(plan, fit_options);
+  Result<DeviceFit> fit = FitDevice(plan, options.fit);
   if (!fit) return std::unexpected(fit.error());
-  fit->reserved_bytes = ReservedToShow(plan, fit_options, *fit);
+  fit->reserved_bytes = ReservedToShow(plan, options.fit, *fit);
   simulation.report =
       internal::BuildReport(plan, cluster, *program, last, *synchronized, memory, host_memory, *fit);
   simulation.report.plan_digest = options.plan_digest;

@@ -50,9 +50,10 @@ std::string WhatIsWrongBetweenRanks(const Plan& plan, const std::vector<Schedule
 // What is allocated when the simulation of the plan ends; nullopt where the simulator refuses it.
 std::optional<Bytes> BytesAtTheEnd(const Plan& plan) {
   static const Result<Cluster> kH100 = ReadCluster(SHARDPLAN_SOURCE_DIR "/tools/clusters/h100_sxm_8.json");
-  Cluster cluster = kH100.value();
-  cluster.ranks = cluster.ranks_per_node = plan.world_size;
-  const Result<Simulation> simulation = Simulate(plan, {.cluster = &cluster});
+  Plan moved = plan;
+  moved.cluster = kH100.value();
+  moved.cluster.ranks = moved.cluster.ranks_per_node = plan.world_size;
+  const Result<Simulation> simulation = Simulate(moved, {});
   if (!simulation) return std::nullopt;
   return simulation->memory.empty() ? Bytes{} : simulation->memory.back().total_bytes;
 }

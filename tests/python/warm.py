@@ -80,6 +80,9 @@ class Program:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """As Popen's."""
         self._process.join(timeout)

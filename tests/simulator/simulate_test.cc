@@ -200,9 +200,9 @@ TEST(Steps, TheReportIsOfTheLastOne) {
 }
 
 TEST(Options, AnotherClusterCanBeGiven) {
-  const Plan plan = LayeredPlan({});
-  const Cluster slow = ConstantCluster(2, 20 * kMillisecond, 0);
-  const Result<Simulation> simulation = Simulate(plan, {.cluster = &slow, .plan_digest = "sha256:0"});
+  Plan plan = LayeredPlan({});
+  plan.cluster = ConstantCluster(2, 20 * kMillisecond, 0);
+  const Result<Simulation> simulation = Simulate(plan, {.plan_digest = "sha256:0"});
   ASSERT_TRUE(simulation.has_value());
   EXPECT_EQ(simulation->report.forward_ns.value, (20 + 3 * 25) * kMillisecond);
   EXPECT_EQ(simulation->report.plan_digest, "sha256:0");

@@ -41,8 +41,7 @@ class Writer {
       : folder_(std::move(folder)), clusters_(std::move(clusters)) {}
 
   Status Write(const PlanCase& c) {
-    const Result<PlannerOutput> planned =
-        MakePlan(c.trace, c.strategy, c.cluster, PlanOptions{.verify = false});
+    Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster, PlanOptions{.verify = false});
     if (!planned) {
       // What PyTorch refuses, the planner refuses.
       if (planned.error().code == ErrorCode::kBadInput) return {};
@@ -52,7 +51,8 @@ class Writer {
     if (Status status = WriteFileAtomically(base + ".plan.json", ToJson(planned->plan)); !status)
       return status;
     for (std::size_t k = 0; k < clusters_.size(); ++k) {
-      const Result<Simulation> simulation = Simulate(planned->plan, {.cluster = &clusters_[k]});
+      planned->plan.cluster = clusters_[k];
+      const Result<Simulation> simulation = Simulate(planned->plan, {});
       if (!simulation) return std::unexpected(simulation.error());
       const std::string name = fmt::format("{}.{}.", base, k);
       if (Status status = WriteFileAtomically(name + "report.json", ToJson(simulation->report)); !status)

@@ -18,10 +18,6 @@
 namespace shardplan {
 namespace {
 
-const Cluster& ClusterOf(const Plan& plan, const FitOptions& options) {
-  return options.cluster != nullptr ? *options.cluster : plan.cluster;
-}
-
 MemoryHistoryOptions HistoryOptions(const FitOptions& options) {
   return {.kernel_temporaries = options.kernel_temporaries};
 }
@@ -94,7 +90,7 @@ Bytes OutsideBytes(const Plan& plan, const Cluster& cluster) {
 }
 
 std::optional<Bytes> AllocatorBudget(const Plan& plan, const FitOptions& options) {
-  const Cluster& cluster = ClusterOf(plan, options);
+  const Cluster& cluster = plan.cluster;
   std::optional<Bytes> budget = options.budget_bytes;
   if (!budget && cluster.device.memory_bytes.value > 0)
     budget = cluster.device.memory_bytes - OutsideBytes(plan, cluster);
@@ -106,7 +102,7 @@ Result<ReservedOptions> AllocatorOptions(const Plan& plan, const FitOptions& opt
   ReservedOptions reserved{
       .completion = options.completion, .addresses = options.addresses, .stop_at_release = !options.releases};
   const std::optional<Bytes> budget = AllocatorBudget(plan, options);
-  const Bytes memory = ClusterOf(plan, options).device.memory_bytes;
+  const Bytes memory = plan.cluster.device.memory_bytes;
   // An expandable segment has 9/8 of the device's memory in addresses, whatever the process may reserve of
   // it.
   if (memory.value > 0) reserved.device_bytes = memory;
@@ -126,7 +122,7 @@ Result<ReservedOptions> AllocatorOptions(const Plan& plan, const FitOptions& opt
 
 DeviceFit FitOf(const Plan& plan, const FitOptions& options, const ReservedMemory& replayed) {
   return {.budget_bytes = AllocatorBudget(plan, options),
-          .outside_bytes = OutsideBytes(plan, ClusterOf(plan, options)),
+          .outside_bytes = OutsideBytes(plan, plan.cluster),
           .reserved_bytes = replayed.peak_reserved_bytes,
           .cache_releases = replayed.retries,
           .out_of_memory = replayed.out_of_memory,

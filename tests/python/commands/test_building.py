@@ -4,6 +4,7 @@ sources and a torch that are small; the adapter itself is compiled so by dev/whe
 
 import json
 import os
+import pathlib
 import platform
 import shutil
 import signal
@@ -77,7 +78,7 @@ def test_ranks_that_come_together_compile_once(place):
 
 def test_what_is_kept_belongs_to_sources_torch_and_compiler(place):
     first = ask(place)[0]
-    (place / "site" / "torch" / "version.py").write_text("git_version = 'def'\ncuda = None\n")
+    (place / "site" / "torch" / "version.py").write_text("git_version = 'of another size: bytecode is kept by second and size'\ncuda = None\n")
     second = ask(place)[0]
     (place / "site" / "shardplan" / "building" / "sources" / "module.cc").write_text("int answer() { return 43; }\n")
     third = ask(place)[0]
@@ -134,6 +135,49 @@ def test_a_compile_that_is_killed_leaves_nothing_in_the_way(place):
     (place / "slow").unlink()
     said = ask(place, SLOW=str(place / "slow"))[0]
     assert said.endswith(".so") and not [path for path in (place / "cache" / "built").iterdir() if ".part" in path.name]
+
+
+@pytest.mark.parametrize("name", ["_shardplan.so", "shardplan-run", "built.json"])
+@pytest.mark.parametrize("damage", ["truncated", "changed", "emptied", "removed"])
+def test_what_is_damaged_is_compiled_again(place, name, damage):
+    """A part of a module ends the process that loads it without a word."""
+    module = ask(place)[0]
+    path = pathlib.Path(module).with_name(name)
+    data = path.read_bytes()
+    if damage == "removed":
+        path.unlink()
+    else:
+        middle = len(data) // 2
+        path.write_bytes({"truncated": data[:middle], "changed": data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :], "emptied": b""}[damage])
+    assert ask(place)[0] == module and path.read_bytes() == data and compiled(place) == 2
+
+
+def test_the_compiler_ends_with_the_process_that_started_it(place):
+    """However it ends: a launcher's SIGTERM and SIGKILL leave no compilers behind, which take gigabytes."""
+    slow = place / "g++-slow"
+    slow.write_text(f'#!/bin/sh\ncase " $* " in *module.cc*) echo $$ >{place}/compiler; exec sleep 120;; esac\nexec g++ "$@"\n')
+    slow.chmod(0o755)
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        rank = start(place, CXX=str(slow))
+        deadline = time.monotonic() + 120
+        while not ((place / "compiler").exists() and (place / "compiler").read_text().strip()):
+            assert rank.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        compiler_id = int((place / "compiler").read_text())
+        rank.send_signal(number)
+        rank.communicate()
+        while os.path.exists(f"/proc/{compiler_id}") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not os.path.exists(f"/proc/{compiler_id}")
+        (place / "compiler").unlink()
+
+
+def test_the_last_word_is_told_where_nobody_complains(place):
+    from shardplan.building.compile import _complaint
+
+    log = place / "log"
+    log.write_text("ninja: Entering directory `work'\n[1/2] Building\nninja: build stopped: interrupted by user.\n")
+    assert _complaint(log) == "ninja: build stopped: interrupted by user."
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_a_way_out(place):
@@ -222,7 +266,7 @@ def test_run_starts_the_program_of_the_torch_at_hand(place):
     code = "import importlib.util as u, runpy; f = u.find_spec\nu.find_spec = lambda n, *a: None if n == 'torch' else f(n, *a)\nrunpy.run_module('shardplan.building', run_name='__main__')"
     process = start(place, code)
     _, errors = process.communicate(timeout=280)
-    assert process.returncode == 4 and "ranks need torch, which is not installed: pip install 'shardplan[torch]'" in errors
+    assert process.returncode == 4 and "shardplan run: torch is not installed: pip install 'shardplan[torch]'" in errors
 
 
 def test_the_record_says_what_it_was_compiled_for(place):

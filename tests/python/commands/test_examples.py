@@ -8,7 +8,9 @@ import subprocess
 import pytest
 from conftest import ROOT, build_folder
 
-LONG = {"elastic", "predict_and_measure", "ray_train"}  # start launchers, a cluster, and six to eight workers that import PyTorch; measure the machine
+# Start launchers, a cluster, and six to eight workers that import PyTorch; measure the machine; compile a training in C++, of which tests/python/cpp and the
+# page on C++ have another build.
+LONG = {"elastic", "gpt_cpp", "predict_and_measure", "ray_train", "restart"}
 UPDATE = bool(os.environ.get("SHARDPLAN_UPDATE_EXAMPLES"))
 ALL = sorted(path.parent for path in (ROOT / "examples").glob("*/run"))
 EXAMPLES = [folder for folder in ALL if UPDATE or (folder.name in LONG) == bool(os.environ.get("SHARDPLAN_LONG_EXAMPLES"))]

@@ -78,6 +78,10 @@ def test_the_program_itself(clone):
         (["trace", "x.json", "--sequence", "1"], "trace: no such option: --sequence"),
         (["plan"], "plan: an argument is missing"),
         (["simulate", "-q"], "simulate: an argument is missing"),
+        (["trace", "-q"], "trace: an argument is missing"),
+        (["sweep"], "sweep: an argument is missing"),
+        (["calibrate"], "calibrate: an argument is missing"),
+        (["conformance"], "conformance: an argument is missing"),
     ],
 )
 def test_wrong_arguments_build_nothing(clone, arguments, says):
@@ -85,11 +89,16 @@ def test_wrong_arguments_build_nothing(clone, arguments, says):
     assert done.returncode == 2 and says in done.stderr and done.stdout == "" and not (clone / "built").exists()
 
 
-@pytest.mark.parametrize(("arguments", "preset"), [(["plan", "t.json", "-q"], "core"), (["trace", "m.json"], "dev"), (["sweep", "t.json"], "dev"), (["--completion", "bash"], "core")])
+@pytest.mark.parametrize(("arguments", "preset"), [(["plan", "t.json", "-q"], "core"), (["trace", "m.json"], "dev"), (["sweep", "t.json"], "dev")])
 def test_what_has_to_build_says_so(clone, arguments, preset):
     done = run(clone, *arguments)
     assert done.returncode == 0 and done.stdout == "ran\n" and (clone / "built").read_text().split()[0] == preset
     assert "nothing is built yet" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_shell_that_asks_for_completion_builds_nothing(clone):
+    done = run(clone, "--completion", "bash")
+    assert done.returncode == 4 and done.stdout == "" and "nothing is built yet" in done.stderr and not (clone / "built").exists()
 
 
 def test_setup_knows_what_the_environment_holds(tmp_path):

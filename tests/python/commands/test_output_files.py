@@ -229,6 +229,14 @@ command.run("writer", main)
 """
 
 
+def test_the_python_writer_needs_no_proc(tmp_path):
+    out = tmp_path / "out"
+    for content in ("first", "second"):
+        written = run(python("from shardplan import files; files._OPEN_FILES = '/no/such/folder'; files.write_text(sys.argv[1], sys.argv[2])", out, content))
+        assert written.returncode == 0, written.stderr
+        assert out.read_text() == content and everything_in(tmp_path) == {"out"}
+
+
 @pytest.mark.parametrize("number", ENDS, ids=lambda number: number.name)
 @pytest.mark.parametrize("where", ["flushed", "linked", "named"])
 def test_the_python_writer_under_signals(where, number, tmp_path):

@@ -10,7 +10,9 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 
+import warm
 from conftest import ROOT, build_folder
 
 GPT = ROOT / "examples" / "gpt_cpp"
@@ -34,16 +36,19 @@ def environment() -> dict[str, str]:
     return {**os.environ, **own}
 
 
-def run_ranks(program: list[object], ranks: int, timeout: float = 120, **settings: object) -> Finished:
+def _started(words: list[str], folder: str) -> subprocess.Popen:
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment())
+
+
+def _warm(words: list[str], folder: str) -> warm.Program:
+    return warm.Program(words, env=environment(), cwd=folder)
+
+
+def run_ranks(program: object, ranks: int, timeout: float = 120, start: Callable = _started, **settings: object) -> Finished:
     """`program` as that many processes, which meet at a file of their own."""
     with tempfile.TemporaryDirectory() as folder:
         told = [f"{name}={value}" for name, value in {"store": f"{folder}/store", "ranks": ranks, **settings}.items()]
-        started = [
-            subprocess.Popen(
-                [*map(str, program), f"rank={rank}", *told], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment()
-            )
-            for rank in range(ranks)
-        ]
+        started = [start([str(program), f"rank={rank}", *told], folder) for rank in range(ranks)]
         try:
             said = [process.communicate(timeout=timeout) for process in started]
         finally:
@@ -53,11 +58,11 @@ def run_ranks(program: list[object], ranks: int, timeout: float = 120, **setting
 
 
 def in_cpp(ranks: int, **settings: object) -> Finished:
-    return run_ranks([WORKER], ranks, text=TEXT, **settings)
+    return run_ranks(WORKER, ranks, text=TEXT, **settings)
 
 
 def in_python(ranks: int, **settings: object) -> Finished:
-    return run_ranks([sys.executable, REFERENCE], ranks, **settings)
+    return run_ranks(REFERENCE, ranks, start=_warm, **settings)
 
 
 class Plans:

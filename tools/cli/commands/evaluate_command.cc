@@ -92,13 +92,11 @@ class Evaluator {
   Answer operator()(const std::vector<std::string>& arguments) {
     const Result<Question> question = ParseQuestion(arguments);
     if (!question) return Refusal("plan", question.error());
-    Result<Cluster> cluster = Planned(*question);
-    if (!cluster) return Refusal("plan", cluster.error());
+    if (const Status planned = MakeThePlan(*question); !planned) return Refusal("plan", planned.error());
     const Result<std::optional<Bytes>> budget = ParseMemoryBudget(question->budget);
     if (!budget) return Refusal("plan", budget.error());
-    const FitOptions fit{.cluster = &*cluster, .budget_bytes = *budget};
-    const Result<Simulation> simulation =
-        Simulate(plan_, {.cluster = &*cluster, .record_timeline = false, .fit = fit});
+    const FitOptions fit{.budget_bytes = *budget};
+    const Result<Simulation> simulation = Simulate(plan_, {.record_timeline = false, .fit = fit});
     if (!simulation) return Refusal("simulate", simulation.error());
     const bool fits = simulation->report.memory.fits;
     return AnswerOf(simulation->report, AllocatorBudget(plan_, fit),
@@ -106,8 +104,8 @@ class Evaluator {
   }
 
  private:
-  // The cluster of the question; `plan_` is its plan then.
-  Result<Cluster> Planned(const Question& question) {
+  // `plan_` is that of the question then.
+  Status MakeThePlan(const Question& question) {
     const Result<std::string> path = ResolveTrace(question.trace, question.seq);
     if (!path) return std::unexpected(path.error());
     if (Status read = ReadTheTrace(*path); !read) return std::unexpected(std::move(read.error()));
@@ -122,7 +120,10 @@ class Evaluator {
     const std::string same = fmt::format("{}\n{}\n{}", ToJson(strategy->strategy),
                                          question.flags.own_policy.library, fmt::join(question.skip, "\n"));
     const std::int64_t ranks = chosen->cluster.ranks;
-    if (planned_ == std::pair(same, ranks)) return std::move(chosen->cluster);
+    if (planned_ == std::pair(same, ranks)) {
+      plan_.cluster = std::move(chosen->cluster);
+      return {};
+    }
     planned_.reset();
     // No figure of the answer depends on these passes.
     PlanOptions options{.verify = !verified_.contains({same, ranks == 1}),
@@ -134,7 +135,7 @@ class Evaluator {
     plan_ = std::move(planned->plan);
     planned_ = {same, ranks};
     verified_.insert({same, ranks == 1});
-    return std::move(chosen->cluster);
+    return {};
   }
 
   Status ReadTheTrace(const std::string& path) {

@@ -156,14 +156,12 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
     Result<Plan> plan = ReadVerifiedPlan(path, options.no_verify);
     if (!plan) return std::unexpected(plan.error());
     SimulationOptions simulation_options;
-    std::optional<Cluster> of_plan;
+    simulation_options.plan_digest = DigestOfJson(*plan);
     if (!options.cluster.empty()) {
       Result<Cluster> cluster = ClusterForPlan(options.cluster, path, *plan, options.quiet);
       if (!cluster) return std::unexpected(std::move(cluster.error()));
-      of_plan = std::move(*cluster);
-      simulation_options.cluster = &*of_plan;
+      plan->cluster = std::move(*cluster);
     }
-    simulation_options.plan_digest = DigestOfJson(*plan);
     simulation_options.fit.budget_bytes = *budget;
     if (options.alloc_conf) plan->strategy.alloc_conf = *options.alloc_conf;
     simulation_options.record_timeline =
@@ -175,19 +173,16 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
     }
     if (!simulation->report.memory.fits) {
       fits = false;
-      FitOptions asked = simulation_options.fit;
-      asked.cluster = simulation_options.cluster;
-      if (const std::string why = WhyNoRanksFit(*plan, asked); !why.empty())
+      if (const std::string why = WhyNoRanksFit(*plan, simulation_options.fit); !why.empty())
         uncertainty += fmt::format("{} fits on no number of ranks: {}\n", path, why);
     }
-    const Cluster& its_cluster = of_plan ? *of_plan : plan->cluster;
-    const Result<std::optional<Sensitivity>> sensitivity = UncertaintyOf(options, *plan, its_cluster);
+    const Result<std::optional<Sensitivity>> sensitivity = UncertaintyOf(options, *plan, plan->cluster);
     if (!sensitivity) return std::unexpected(sensitivity.error());
     if (*sensitivity) FillInterval(**sensitivity, simulation->report);
     if (prints) {
       if (*sensitivity) uncertainty += UncertaintyText(options, **sensitivity, path);
       if (options.ranks_apart) {
-        Result<std::string> text = ApartText(*apart, *plan, its_cluster, simulation->report.step_ns);
+        Result<std::string> text = ApartText(*apart, *plan, plan->cluster, simulation->report.step_ns);
         if (!text) {
           if (text.error().file.empty()) text.error().file = path;
           return std::unexpected(std::move(text.error()));
@@ -195,7 +190,7 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
         uncertainty += *text;
       }
     }
-    clusters.push_back(its_cluster);
+    clusters.push_back(plan->cluster);
     plans.push_back(std::move(*plan));
     simulations.push_back(std::move(*simulation));
   }

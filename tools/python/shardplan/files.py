@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 _BEGIN, _END = ".shardplan-", ".tmp"
+_OPEN_FILES = "/proc/self/fd"
 _SCRATCH_BEGIN = "shardplan-scratch-"
 _LOCK = "lock"
 _READER_SECONDS = 2  # that a pipe's reader may take to open it
@@ -253,6 +254,8 @@ class _Temporary:
     def __init__(self, folder: int):
         self._folder, self._name, self._held = folder, None, None
         try:
+            if not os.path.isdir(_OPEN_FILES):  # a chroot without /proc: a file without a name never gets one
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
             self.descriptor = os.open(".", os.O_TMPFILE | os.O_WRONLY, 0o666, dir_fd=folder)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
@@ -270,7 +273,7 @@ class _Temporary:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             name = _temporary_name()
             # A folder descriptor makes os.link follow the link of /proc.
-            source = f"/proc/self/fd/{self.descriptor}"
+            source = f"{_OPEN_FILES}/{self.descriptor}"
             os.link(source, name, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=True)
             self._name = name
         os.rename(self._name, target, src_dir_fd=self._folder, dst_dir_fd=self._folder)

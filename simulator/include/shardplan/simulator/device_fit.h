@@ -28,7 +28,6 @@ namespace shardplan {
 UnmanagedParameters UnmanagedOf(const Trace& trace, const Plan& plan);
 
 struct FitOptions {
-  const Cluster* cluster = nullptr;   // null: the plan's own
   std::optional<Bytes> budget_bytes;  // not given: what the device has beside `outside`
   Completion completion = Completion::kWaitedFor;
   AddressOrder addresses = AddressOrder::kUpwards;

@@ -16,13 +16,11 @@
 namespace shardplan {
 
 struct SimulationOptions {
-  // Costs come from this cluster instead of the plan's own, when set.
-  const Cluster* cluster = nullptr;
   // Caching allocator's rounding (torch.cuda: 512).
   Bytes granularity_bytes{512};
   // Keep spans and memory samples (off: only the report).
   bool record_timeline = true;
-  // How it is asked whether the plan fits; its cluster is the one above.
+  // How it is asked whether the plan fits.
   FitOptions fit;
   // Report::plan_digest, "sha256:..." of the plan's document; left empty when the caller does not know it.
   std::string plan_digest;
@@ -58,6 +56,7 @@ struct Simulation {
 
 // Runs every step once in order; the report is of the last one, the steady step. Deterministic. A step begins
 // when everything of the one before is done on host and device, as in a loop that reads its loss every step.
+// On another cluster: with that as plan.cluster, from which times come and what its device's libraries take.
 // kBadInput: the plan refers to costs that the cluster lacks; kNegative: a wait can never finish. Errors of
 // FitDevice.
 Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options = {});

@@ -67,12 +67,17 @@ def _digest(*facts: str) -> str:
 
 
 def _kept(folder: Path) -> Built | None:
+    """None, too, where a file is not what was made: a part of a module that is mapped ends the process without a word."""
     try:
         names = json.loads((folder / _WHOLE).read_text())
-    except (OSError, ValueError):
+        whole = all(_digest_of(folder / name) == digest for name, digest in names["sha256"].items())
+        return Built(folder / names["module"], folder / names["program"]) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    built = Built(folder / names["module"], folder / names["program"])
-    return built if built.module.is_file() and built.program.is_file() else None
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _made(folder: Path, facts: tuple[str, ...], make: Callable[[Path], None]) -> Built:
@@ -87,7 +92,8 @@ def _made(folder: Path, facts: tuple[str, ...], make: Callable[[Path], None]) ->
             files.write_text(_failure(folder), str(error))
             raise
         (module,) = part.glob("_shardplan*.so")
-        names = {"module": module.name, "program": "shardplan-run", "facts": facts}
+        program = part / "shardplan-run"
+        names = {"module": module.name, "program": program.name, "sha256": {path.name: _digest_of(path) for path in (module, program)}, "facts": facts}
         files.write_text(part / _WHOLE, json.dumps(names, indent=1) + "\n")
         part.rename(folder)
     finally:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +18,7 @@ from . import machine
 from .errors import NotBuilt
 
 _TELL_EVERY_S = 15
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STEPS = re.compile(rb"\[(\d+)/(\d+)\](?!.*\[\d+/\d+\])")
 _FAULT = re.compile(r"error:|error \w+:|undefined reference|cannot find|Killed|No space left")
 
@@ -43,9 +46,14 @@ def _say(text: str) -> None:
 
 
 def _run(command: list[str], log: Path, begin: float) -> None:
-    told = time.monotonic()
+    told, libc = time.monotonic(), ctypes.CDLL(None)
+
+    def ends_with_this_process() -> None:
+        """A rank that is killed leaves no compiler behind: ninja and cmake end theirs at SIGTERM."""
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
     with open(log, "w+b") as output:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment())
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment(), preexec_fn=ends_with_this_process)
         try:
             while child.poll() is None:
                 time.sleep(0.1)
@@ -77,4 +85,4 @@ def _complaint(log: Path) -> str:
         text = [line for line in lines[first + 1 : first + 6] if not line.startswith("Call Stack")]
         return " ".join(text)[:400] or lines[first]
     faults = [line for line in lines if _FAULT.search(line)]
-    return (faults or lines or ["nothing said"])[0][:300]
+    return (faults[:1] or lines[-1:] or ["nothing said"])[0][:300]

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from shardplan.installing import TORCH_RELEASES, how_to_install
+from shardplan.installing import why_no_torch
 
 from .errors import NotBuilt
 
@@ -55,13 +55,13 @@ class Facts:
 
 def facts() -> Facts:
     """Imports torch."""
+    if problem := why_no_torch():
+        raise NotBuilt(problem)
     import torch
 
     machines = sorted(path.name for path in (SOURCES / "lib").iterdir())
     if sys.platform != "linux" or platform.machine() not in machines:
         raise NotBuilt(f"this shardplan is for {' and '.join(machines)} (found {platform.machine()}, {sys.platform}): pip install --force-reinstall shardplan")
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < TORCH_RELEASES[0]:
-        raise NotBuilt(f"torch {'.'.join(map(str, TORCH_RELEASES[0]))} or later is needed (found {torch.__version__}): {how_to_install('torch')}")
     folder = Path(torch.__file__).resolve().parent
     return Facts(digest(SOURCES), torch.__version__, str(torch.version.git_version), str(folder), str(torch.version.cuda), sysconfig.get_config_var("SOABI"), FLAGS)
 

@@ -16,6 +16,7 @@ from shardplan import files
 from shardplan.calibrate import from_reports
 from shardplan.calibrate.from_reports import DEFAULT_FIGURES
 from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, file_name, printable, printable_name
+from shardplan.installing import why_no_torch
 from shardplan.runs.figures import FIGURES, named
 
 _DESCRIPTION = """\
@@ -116,6 +117,9 @@ def main() -> int:
 def _measure_and_fit(options: argparse.Namespace) -> int:
     if options.source:
         return _fit(options, None)
+    if problem := why_no_torch():
+        _log(f"error: {printable_name(problem)}")
+        return EXIT_ENVIRONMENT
     measured = _measure_on_ranks(options)
     if measured is None:
         return 0 if int(os.environ.get("RANK", "0")) > 0 else EXIT_ENVIRONMENT

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardplan.command import EXIT_ENVIRONMENT, printable, printable_name
 from shardplan.files import CannotWrite, scratch_folder
-from shardplan.installing import how_to_install
+from shardplan.installing import how_to_install, why_no_torch
 from shardplan.terminal import complain
 
 _DESCRIPTION = """\
@@ -79,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
         except OSError as error:
             complain("shardplan conformance", printable(f"cannot make the folder {arguments.keep}: {error.strerror}"))
             return EXIT_ENVIRONMENT
+    if problem := why_no_torch():
+        complain("shardplan conformance", printable(problem))
+        return EXIT_ENVIRONMENT
     try:
         from shardplan.conformance.case import CaseError
         from shardplan.tracer.errors import TracerError

@@ -54,7 +54,7 @@ def main() -> int:
         print(f"\nnot ready: {', '.join(bad)}")
     elif not torch:
         print("\nready to plan and simulate; torch is not installed: no traces, no training")
-    return EXIT_ENVIRONMENT if bad else 0
+    return EXIT_ENVIRONMENT if bad or (options.build and not torch) else 0
 
 
 def _build(torch: bool) -> Finding | None:

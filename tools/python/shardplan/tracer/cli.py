@@ -11,7 +11,7 @@ import time
 
 from shardplan import files
 from shardplan.command import printable_name
-from shardplan.installing import how_to_install
+from shardplan.installing import how_to_install, why_no_torch
 from shardplan.terminal import ProgressBar, complain
 from shardplan.tracer.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.progress import Progress
@@ -191,6 +191,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace, progress) -> int:
     _check_arguments(arguments)
     progress("loading torch")
+    if problem := why_no_torch():
+        progress.end()
+        complain("shardplan trace", printable_name(problem))
+        return EXIT_ENVIRONMENT
     try:
         from shardplan.tracer import document, session, stand_ins
     except ImportError as error:
