@@ -39,8 +39,7 @@ struct SimulateArguments {
 };
 
 // Everything that is written for a single plan: its report and its timeline.
-Status WriteSingle(const SimulateArguments& options, const Plan& plan, const Cluster& cluster,
-                   const Simulation& simulation) {
+Status WriteSingle(const SimulateArguments& options, const Plan& plan, const Simulation& simulation) {
   if (!options.report.empty()) {
     if (Status written = WriteAndSay(options.report, ToJson(simulation.report), options.quiet); !written)
       return written;
@@ -52,7 +51,7 @@ Status WriteSingle(const SimulateArguments& options, const Plan& plan, const Clu
       return written;
   }
   if (!options.kineto.empty()) {
-    const std::string trace = KinetoTrace(plan, simulation, cluster);
+    const std::string trace = KinetoTrace(plan, simulation, plan.cluster);
     return WriteAndSay(options.kineto, options.kineto.ends_with(".gz") ? Gzip(trace) : trace, options.quiet,
                        "a profile of torch.profiler's kind");
   }
@@ -78,14 +77,13 @@ Status CheckFiles(const SimulateArguments& options) {
 }
 
 // How far the step may be off. None where the cluster does not say how far its figures may be.
-Result<std::optional<Sensitivity>> UncertaintyOf(const SimulateArguments& options, const Plan& plan,
-                                                 const Cluster& cluster) {
-  if (cluster.sources.empty()) {
+Result<std::optional<Sensitivity>> UncertaintyOf(const SimulateArguments& options, const Plan& plan) {
+  if (plan.cluster.sources.empty()) {
     if (!options.sensitivity) return std::nullopt;
     return MakeInputError("/cluster/sources", "the cluster does not say how far its figures may be off",
                           "none", "a source for each figure, as shipped clusters have");
   }
-  Result<Sensitivity> sensitivity = AnalyseSensitivity(plan, cluster);
+  Result<Sensitivity> sensitivity = AnalyseSensitivity(plan, plan.cluster);
   if (!sensitivity) return std::unexpected(std::move(sensitivity.error()));
   return std::move(*sensitivity);
 }
@@ -121,8 +119,7 @@ Result<RanksApartOptions> ApartOptions(const SimulateArguments& options) {
   return apart;
 }
 
-Result<std::string> ApartText(const RanksApartOptions& options, const Plan& plan, const Cluster& cluster,
-                              Nanoseconds alike_ns) {
+Result<std::string> ApartText(const RanksApartOptions& options, const Plan& plan, Nanoseconds alike_ns) {
   for (const Straggler& straggler : options.stragglers) {
     if (straggler.rank < plan.world_size) continue;
     return std::unexpected(Error{.code = ErrorCode::kUsage,
@@ -130,8 +127,8 @@ Result<std::string> ApartText(const RanksApartOptions& options, const Plan& plan
                                  .found = fmt::format("{}", straggler.rank),
                                  .expected = fmt::format("0 to {}", plan.world_size - 1)});
   }
-  const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
-  const Result<EngineProgram> program = LowerPlan(plan, cluster, *costs);
+  const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
+  const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
   if (!program) return std::unexpected(program.error());
   const Result<RanksApart> apart = RunRanksApart(plan, *program, options);
   if (!apart) return std::unexpected(apart.error());
@@ -149,7 +146,6 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
   if (!apart) return std::unexpected(apart.error());
   const bool prints = !HasStandardOutput(OutputsOf(options));
   std::vector<Plan> plans;
-  std::vector<Cluster> clusters;  // that were simulated
   std::vector<Simulation> simulations;
   std::string uncertainty;
   for (const std::string& path : options.plans) {
@@ -176,13 +172,13 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
       if (const std::string why = WhyNoRanksFit(*plan, simulation_options.fit); !why.empty())
         uncertainty += fmt::format("{} fits on no number of ranks: {}\n", path, why);
     }
-    const Result<std::optional<Sensitivity>> sensitivity = UncertaintyOf(options, *plan, plan->cluster);
+    const Result<std::optional<Sensitivity>> sensitivity = UncertaintyOf(options, *plan);
     if (!sensitivity) return std::unexpected(sensitivity.error());
     if (*sensitivity) FillInterval(**sensitivity, simulation->report);
     if (prints) {
       if (*sensitivity) uncertainty += UncertaintyText(options, **sensitivity, path);
       if (options.ranks_apart) {
-        Result<std::string> text = ApartText(*apart, *plan, plan->cluster, simulation->report.step_ns);
+        Result<std::string> text = ApartText(*apart, *plan, simulation->report.step_ns);
         if (!text) {
           if (text.error().file.empty()) text.error().file = path;
           return std::unexpected(std::move(text.error()));
@@ -190,13 +186,11 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
         uncertainty += *text;
       }
     }
-    clusters.push_back(plan->cluster);
     plans.push_back(std::move(*plan));
     simulations.push_back(std::move(*simulation));
   }
   if (plans.size() == 1) {
-    if (Status written = WriteSingle(options, plans[0], clusters[0], simulations[0]); !written)
-      return written;
+    if (Status written = WriteSingle(options, plans[0], simulations[0]); !written) return written;
   }
   if (!options.html.empty()) {
     std::vector<const Plan*> plan_pointers;

@@ -85,10 +85,10 @@ class LineLog:
     def __init__(self, path: str | os.PathLike):
         self._path = os.fspath(path)
         with _told(self._path):
-            self.is_file = not os.path.exists(self._path) or os.path.isfile(self._path)
+            self._is_file = not os.path.exists(self._path) or os.path.isfile(self._path)
             # A device or a pipe has no lines that were there: some would never end.
-            self._file = open(self._path, "a+b" if self.is_file else "wb", **({} if self.is_file else {"buffering": 0}))  # noqa: SIM115
-            text = self._file.read() if self.is_file and self._file.seek(0) == 0 else b""
+            self._file = open(self._path, "a+b" if self._is_file else "wb", **({} if self._is_file else {"buffering": 0}))  # noqa: SIM115
+            text = self._file.read() if self._is_file and self._file.seek(0) == 0 else b""
             whole = text[: text.rfind(b"\n") + 1]
         self._partly = len(whole) if len(whole) < len(text) else None
         self.text = whole.decode("utf-8", errors="surrogateescape")  # the lines that were there
@@ -98,13 +98,16 @@ class LineLog:
             self._drop_part_of_a_line()
             self._file.write(line.encode("utf-8", errors="surrogateescape"))
             self._file.flush()
-            if self.is_file:
+            if self._is_file:
                 os.fsync(self._file.fileno())
 
-    def end(self) -> None:
+    def end(self, instead: str | None = None) -> None:
+        """instead: of a file, the lines that take the place of all."""
         with _told(self._path):
             self._drop_part_of_a_line()
         self.close()
+        if instead is not None and self._is_file:
+            write_bytes(self._path, instead.encode("utf-8", errors="surrogateescape"))
 
     def close(self) -> None:
         self._file.close()

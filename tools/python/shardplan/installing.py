@@ -17,9 +17,13 @@ def how_to_install(what: str) -> str:
     return "tools/setup" if in_checkout() else f"pip install 'shardplan[{what}]'"
 
 
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
 def why_no_torch() -> str:
     """Why there is no torch to work with, and what to install. "": it is there, and imported now. One that is newer than what is supported may do."""
-    if importlib.util.find_spec("torch") is None:
+    if not has_torch():
         return f"torch is not installed: {how_to_install('torch')}"
     try:
         import torch

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from shardplan import building
-from shardplan.installing import TORCH_RELEASES, how_to_install, in_checkout
+from shardplan.installing import TORCH_RELEASES, has_torch, how_to_install, in_checkout
 
 MARK = "shardplan.doctor: "
 TRAINS = "tools/build dev" if in_checkout() else "pip install 'shardplan[torch]' brings what compiles it; `shardplan doctor --build` says what is missing"
@@ -36,10 +36,6 @@ class Check:
     needed: bool  # to plan, simulate and train on CPU ranks
     advice: str  # where it does not even end
     of_torch: bool = False  # nothing to look for where torch is not installed
-
-
-def has_torch() -> bool:
-    return importlib.util.find_spec("torch") is not None
 
 
 def _python() -> Finding:

@@ -19,7 +19,7 @@ from shardplan import building
 from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, built_command, printable_name
 from shardplan.doctor import checks
 from shardplan.doctor.checks import CHECKS, Check, Finding
-from shardplan.installing import how_to_install
+from shardplan.installing import has_torch, how_to_install
 
 _DESCRIPTION = """\
 Say what is installed, which backends work on this machine, and what to do about those that do not."""
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     options = parser().parse_args()
-    bad, torch = [], checks.has_torch()
+    bad, torch = [], has_torch()
     not_built = _build(torch) if options.build else None
     for check in CHECKS:
         if check.of_torch and not torch:

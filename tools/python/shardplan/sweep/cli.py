@@ -171,9 +171,8 @@ def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
         answers, reasons = _run_all(options, todo, kept, evaluate)
         places = {answers.get(asked, asked): place for place, asked in enumerate(todo)}
         # As they were asked for, not as they came to an end.
-        ordered = sorted(kept.done, key=lambda c: places.get(c, len(places)))
-        kept.close(ordered)
-        _write_others(options, [kept.done[c] for c in ordered], list(axes))
+        kept.close(sorted(kept.done, key=lambda c: places.get(c, len(places))))
+        _write_others(options, list(kept.done.values()), list(axes))
         return _say(options, kept, answers, reasons, list(axes))
 
 

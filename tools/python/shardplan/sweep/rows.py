@@ -22,7 +22,6 @@ class Rows:
     """Rows that are done, in a file to which each is appended when it is."""
 
     def __init__(self, path: str, axes: list[str]):
-        self._path = path
         self.columns = [*axes, *RESULTS]
         self.axes = axes
         self.done: dict[Configuration, dict[str, str]] = {}
@@ -62,12 +61,9 @@ class Rows:
 
     def close(self, ordered: list[Configuration]) -> None:
         """At the end of a sweep. `ordered`: all that is done; the file gets that order, whichever came to an end first."""
-        self._log.end()
         moved = ordered != list(self.done)
         self.done = {configuration: self.done[configuration] for configuration in ordered}
-        if self._log.is_file and moved:
-            text = _text([self.columns, *map(self._cells, ordered)])
-            files.write_bytes(self._path, text.encode("utf-8", errors="surrogateescape"))
+        self._log.end(_text([self.columns, *map(self._cells, ordered)]) if moved else None)
 
 
 def _text(rows: list[list[str]]) -> str:
