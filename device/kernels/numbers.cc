@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/kernels/numbers.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/nan_to_num.h>
 #include <c10/core/ScalarType.h>
@@ -8,7 +9,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -17,10 +17,10 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 
 #include "device/kernels/on_host.h"
+#include "device/runtime/known_memory.h"
 
 namespace shardplan::softdevice {
 namespace {
@@ -70,36 +70,21 @@ std::vector<double> Inclusion(std::vector<double> shares, std::int64_t k) {
   return inclusion;
 }
 
-struct Remembered {
-  std::mutex mutex;
-  std::unordered_set<std::uintptr_t> addresses;  // of storages
-  std::atomic<std::size_t> count = 0;
-};
-Remembered& TheRemembered() {
-  static auto* const remembered = new Remembered();
-  return *remembered;
-}
-
 void ForgetWhatIsFreed() {
   c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) {
     using Entry = std::decay_t<decltype(entry)>;
-    Remembered& remembered = TheRemembered();
-    if (entry.action_ != Entry::FREE_REQUESTED || remembered.count == 0) return;
-    const std::lock_guard lock(remembered.mutex);
-    remembered.addresses.erase(static_cast<std::uintptr_t>(entry.addr_));
-    remembered.count = remembered.addresses.size();
+    if (entry.action_ != Entry::FREE_REQUESTED) return;
+    ForgetMemory(reinterpret_cast<const void*>(entry.addr_), entry.size_);
   });
 }
 
-std::uintptr_t AddressOf(const at::Tensor& tensor) {
-  return reinterpret_cast<std::uintptr_t>(tensor.storage().data());
+// From its first element to its last.
+std::size_t BytesOf(const at::Tensor& tensor) {
+  return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
 }
 
-bool IsRemembered(const at::Tensor& tensor) {
-  Remembered& remembered = TheRemembered();
-  if (remembered.count == 0 || !tensor.is_cuda()) return false;
-  const std::lock_guard lock(remembered.mutex);
-  return remembered.addresses.contains(AddressOf(tensor));
+bool HasRememberedFloats(const at::Tensor& tensor) {
+  return tensor.is_cuda() && IsRemembered(tensor.const_data_ptr(), BytesOf(tensor));
 }
 
 }  // namespace
@@ -113,10 +98,7 @@ bool CanRemember(const at::Tensor& tensor) {
 void Remember(const at::Tensor& tensor) {
   static std::once_flag once;
   std::call_once(once, ForgetWhatIsFreed);
-  Remembered& remembered = TheRemembered();
-  const std::lock_guard lock(remembered.mutex);
-  remembered.addresses.insert(AddressOf(tensor));
-  remembered.count = remembered.addresses.size();
+  RememberMemory(tensor.const_data_ptr(), BytesOf(tensor));
 }
 
 bool IsKnown(const at::Tensor& tensor) {
@@ -125,7 +107,7 @@ bool IsKnown(const at::Tensor& tensor) {
   const at::ScalarType type = tensor.scalar_type();
   if (!c10::isIntegralType(type, /*includeBool=*/true)) {
     const bool floats = c10::isFloatingType(type) || c10::isComplexType(type);
-    return floats && (tensor.numel() <= kKnownFloats || IsRemembered(tensor));
+    return floats && (tensor.numel() <= kKnownFloats || HasRememberedFloats(tensor));
   }
   const bool byte = tensor.itemsize() == 1 && type != at::kBool;
   return tensor.numel() <= (byte ? kKnownBytes : kKnownIntegers);

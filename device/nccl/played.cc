@@ -5,11 +5,13 @@
 #include <cstring>
 
 #include "device/nccl/arithmetic.h"
+#include "device/runtime/known_memory.h"
 
 namespace shardplan::softdevice {
 namespace {
 
-// Of all that a call gives or takes. Bytes may be bulk of any dtype: fewer of them count as numbers.
+// Of all that a call gives or takes. Floats of integers are known, too (known_memory.h). Bytes may be bulk of
+// any dtype: fewer of them count as numbers.
 constexpr std::size_t kKnownIntegers = std::size_t{1} << 24;
 constexpr std::size_t kKnownBytes = std::size_t{1} << 22;
 constexpr std::size_t kKnownFloats = 1024;
@@ -32,7 +34,11 @@ std::size_t KnownElements(ncclDataType_t dtype) {
 bool IsPlayed(const Operation& op, std::size_t ranks) {
   const bool many = op.kind == OpKind::kAllGather || op.kind == OpKind::kGather ||
                     op.kind == OpKind::kReduceScatter || op.kind == OpKind::kAllToAll;
-  return op.count <= KnownElements(op.dtype) / (many ? ranks : 1);
+  const std::size_t factor = many ? ranks : 1;
+  if (op.count <= KnownElements(op.dtype) / factor) return true;
+  const bool takes_many = op.kind == OpKind::kReduceScatter || op.kind == OpKind::kAllToAll;
+  const std::size_t given = op.count * SizeOf(op.dtype) * (takes_many ? ranks : 1);
+  return op.from != nullptr && op.count <= kKnownIntegers / factor && IsRemembered(op.from, given);
 }
 
 // The reduction over ranks that all give the same.
@@ -50,11 +56,15 @@ const Operation* ToItself(const std::vector<Operation>& operations, int rank) {
   return found == operations.end() ? nullptr : &*found;
 }
 
-void Receive(const Operation& op, const Operation* sent) {
+// `sent` may be less than is received: the rest is zero.
+void Receive(const Operation& op, const Operation* sent, std::size_t ranks) {
   const std::size_t bytes = op.count * SizeOf(op.dtype);
-  const std::size_t there = sent == nullptr ? 0 : std::min(bytes, sent->count * SizeOf(sent->dtype));
+  const bool known = sent != nullptr && IsPlayed(*sent, ranks);
+  if (!known && op.count > KnownElements(op.dtype)) return;
+  const std::size_t there = known ? std::min(bytes, sent->count * SizeOf(sent->dtype)) : 0;
   if (there > 0) std::memmove(op.to, sent->from, there);
   std::memset(op.to + there, 0, bytes - there);
+  if (known && op.count > KnownElements(op.dtype)) RememberMemory(op.to, bytes);
 }
 
 }  // namespace
@@ -62,7 +72,12 @@ void Receive(const Operation& op, const Operation* sent) {
 void PlayPeers(const std::vector<Operation>& operations, int rank, int ranks) {
   const auto n = static_cast<std::size_t>(ranks);
   for (const Operation& op : operations) {
+    if (op.kind == OpKind::kReceive) {
+      Receive(op, ToItself(operations, rank), n);
+      continue;
+    }
     if (!IsPlayed(op, n)) continue;
+    const bool floats = op.count > KnownElements(op.dtype);
     const std::size_t bytes = op.count * SizeOf(op.dtype);
     const std::byte* own = op.from == nullptr ? nullptr : op.from + static_cast<std::size_t>(rank) * bytes;
     switch (op.kind) {
@@ -92,11 +107,12 @@ void PlayPeers(const std::vector<Operation>& operations, int rank, int ranks) {
         ReduceSame(op, op.from, n);
         break;
       case OpKind::kReceive:
-        Receive(op, ToItself(operations, rank));
-        break;
       case OpKind::kSend:
-        break;
+        continue;
     }
+    const bool gives_many =
+        op.kind == OpKind::kAllGather || op.kind == OpKind::kGather || op.kind == OpKind::kAllToAll;
+    if (floats) RememberMemory(op.to, bytes * (gives_many ? n : 1));
   }
 }
 

@@ -113,6 +113,15 @@ def peers_give_what_this_rank_gives() -> None:
     out = torch.empty(4 * splits[2], dtype=torch.long, device=CUDA)
     dist.all_to_all_single(out, torch.arange(sum(splits), device=CUDA), [splits[2]] * 4, splits, group=group)
     assert out.tolist() == [2, 3, 4] * 4
+    # Integers that travel as floats, as some routers send them.
+    ids = torch.arange(20_000, device=CUDA).float().view(-1, 1)
+    returned = torch.empty(20_000, 1, device=CUDA)
+    dist.all_to_all_single(returned, ids, [5000] * 4, [5000] * 4, group=group)
+    assert returned.long().flatten().bincount(minlength=20_000)[10_000:15_000].tolist() == [4] * 5000
+    in_use = torch.cuda.memory_allocated()
+    del ids, returned
+    bulk = torch.randn(20_000, device=CUDA)  # takes their memory: its floats are nowhere
+    assert torch.cuda.memory_allocated() < in_use and bulk.sort().indices[:3].tolist() == [0, 1, 2]
 
 
 def main() -> None:
