@@ -40,7 +40,7 @@ def page(result: dict, device: Device, command: list[str]) -> str:
         _verdict(result, budget),
         *(["<h2>Allocated over the run</h2>", _curve(peak["curve"], budget)] if peak else []),
         "<h2>Steps</h2>", _steps(result),
-        *([f"<h2>The peak: {text.gib(peak['size_bytes'])} in {_words(text.peak_place(result))}</h2>", _bars("category", peak["categories"]), _bars("module that allocated it", peak["modules"])] if peak else []),
+        *([f"<h2>The peak: {text.gib(peak['size_bytes'])} in {_words(text.peak_place(result))}</h2>", _bars("category", peak["categories"]), _bars("module", text.grouped(peak["modules"]))] if peak else []),
         "<h2>The device</h2>", _device(result, device, budget), "</body></html>\n",
     ]  # fmt: skip
     return "\n".join(parts)

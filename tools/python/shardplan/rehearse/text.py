@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import collections
+import re
+
 from shardplan.command import printable_name
 
 from .device import NCCL_BYTES, Device
@@ -13,7 +16,7 @@ _HUB_ERRORS = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "HfHubHTTPErro
 
 
 def gib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 30):.2f} GiB"
+    return f"{size_bytes / (1 << 30):.2f} GiB" if size_bytes == 0 or size_bytes >= 1 << 27 else f"{size_bytes / (1 << 20):.2f} MiB"
 
 
 def rows_of(result: dict) -> list[dict]:
@@ -84,11 +87,19 @@ def _peak(result: dict) -> list[str]:
     if (peak := result.get("peak")) is None:
         return [*lines, ""]
     lines += ["  " + line for line in _table([(name, gib(size)) for name, size in peak["categories"].items()], 1)]
-    modules = list(peak["modules"].items())
+    modules = list(grouped(peak["modules"]).items())
     shown = [(printable_name(name) or "(in no module)", gib(size)) for name, size in modules[:_SHOWN_MODULES]]
     if rest := modules[_SHOWN_MODULES:]:
         shown.append((f"{len(rest)} others", gib(sum(size for _, size in rest))))
-    return [*lines, "by the module that allocated it:", *("  " + line for line in _table(shown, 1)), ""]
+    return [*lines, "by module:", *("  " + line for line in _table(shown, 1)), ""]
+
+
+def grouped(modules: dict[str, int]) -> dict[str, int]:
+    """Repeated blocks as one: "model.layers.*.mlp". The largest first."""
+    sums: collections.Counter = collections.Counter()
+    for name, size in modules.items():
+        sums[re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name)] += size
+    return dict(sums.most_common())
 
 
 def _device(result: dict, device: Device) -> list[str]:

@@ -51,7 +51,7 @@ def _take(size_bytes: int) -> None:
     runtime = ctypes.CDLL(None)
     current, address = ctypes.c_int(), ctypes.c_void_p()
     runtime.cudaGetDevice(ctypes.byref(current))
-    runtime.cudaSetDevice(int(os.environ.get("LOCAL_RANK", "0")) % max(1, the_run().gpus_per_node))
+    runtime.cudaSetDevice(the_run().local_rank())
     runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size_bytes))
     runtime.cudaSetDevice(current.value)
 

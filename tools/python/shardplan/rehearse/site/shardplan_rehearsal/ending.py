@@ -45,13 +45,14 @@ def _tell(torch: ModuleType, recorder: Recorder, end: str, error: BaseException 
     place = recorder.place()
     recorder.end()
     stretches = recorder.stretches
+    rank, world = recorder.place_in_job or (int(os.environ.get("RANK", run.rank)), int(os.environ.get("WORLD_SIZE", "1")))
     largest = max(stretches, key=lambda stretch: stretch.allocated_bytes)
     document = {
         "end": end,
         "seconds": round(time.monotonic() - _began, 1),
         "torch": torch.__version__,
-        "rank": int(os.environ.get("RANK", "0")),
-        "world_size": _world_size(torch),
+        "rank": rank,
+        "world_size": world,
         "steps": recorder.steps_done,
         "backwards": recorder.backwards,
         "stretches": [dataclasses.asdict(stretch) for stretch in stretches],
@@ -69,13 +70,6 @@ def _tell(torch: ModuleType, recorder: Recorder, end: str, error: BaseException 
         if run.history:
             document["peak"] = _peak(torch, recorder, largest)
     run.tell("result", document)
-
-
-def _world_size(torch: ModuleType) -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _peak(torch: ModuleType, recorder: Recorder, largest: Stretch) -> dict | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peak of allocated memory by category and by module, from the allocator's own history (`torch.cuda.memory._snapshot()`).
 
-The history is read from its begin. A block has the stretch and the module of its allocation: the script's threads write both into the history
-(modules.py); a thread that does not (autograd's) is placed by its time. Categories are those of `shardplan memory` (docs/reference/memory.md).
+The history is read from its begin. A block has the stretch and the module of its allocation: threads write both into the history (modules.py); one that does
+not is placed by its time. Categories are those of `shardplan memory` (docs/reference/memory.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import bisect
 import collections
 import dataclasses
 
-from .phases import BACKWARD, FORWARD, OPTIMIZER, SETUP, Stretch
+from .modules import FORWARD_MARK
+from .phases import BACKWARD, FORWARD, OPTIMIZER, SETUP, Known, Stretch
 
 _GRANULARITY = 512  # of an allocation; what a block has more than that is the allocator's rounding
 _CURVE_POINTS = 600
@@ -37,7 +38,7 @@ class Block:
     stretch: int
     module: str
     frames: list
-    thread_is_marked: bool
+    marked_by: str
     freed_in: int = _NEVER  # stretch
 
 
@@ -61,14 +62,17 @@ class _Placing:
     def __init__(self, stretches: list[Stretch]) -> None:
         self._ends = [stretch.end_us for stretch in stretches]
 
-    def of(self, entry: dict) -> tuple[int, str, bool]:
-        number, bar, module = entry.get("user_metadata", "").partition("|")
-        if bar and number.isdigit():
-            return int(number), module, True
-        return min(bisect.bisect_left(self._ends, entry["time_us"]), len(self._ends) - 1), "", False
+    def of(self, entry: dict) -> tuple[int, str, str]:
+        """The stretch, who marked it, and the module. A thread that has passed no point for a stretch has an old mark: its time counts."""
+        by_time = min(bisect.bisect_left(self._ends, entry["time_us"]), len(self._ends) - 1)
+        number, _, rest = entry.get("user_metadata", "").partition("|")
+        if number.isdigit() and int(number) >= by_time - 1:
+            kind, _, module = rest.partition("|")
+            return int(number), kind, module
+        return by_time, "", ""
 
 
-def peak_of(trace: list[dict], stretches: list[Stretch], addresses: list[tuple[int, int, str]], measured_bytes: int) -> Peak | None:
+def peak_of(trace: list[dict], stretches: list[Stretch], addresses: list[Known], measured_bytes: int) -> Peak | None:
     """trace: of the rank's device, whole. measured_bytes: the allocator's own peak, which the categories add up to. None: nothing was allocated."""
     at = _event_of_peak(trace)
     if at is None:
@@ -79,19 +83,20 @@ def peak_of(trace: list[dict], stretches: list[Stretch], addresses: list[tuple[i
     for number, entry in enumerate(trace):
         action, address = entry["action"], entry.get("addr")
         if action == "alloc":
-            stretch, module, marked = placing.of(entry)
-            alive[address] = Block(rounded(entry["size"]), stretch, module, entry.get("frames", []) if number <= at else [], marked)
+            stretch, marked_by, module = placing.of(entry)
+            alive[address] = Block(rounded(entry["size"]), stretch, module, entry.get("frames", []) if number <= at else [], marked_by)
         elif action == "free_requested" and (block := alive.pop(address, None)) is not None:
             block.freed_in = placing.of(entry)[0]
         if number == at:
             at_peak = dict(alive)
-    stretch, module, _ = placing.of(trace[at])
+    stretch, _, module = placing.of(trace[at])
     categories: collections.Counter = collections.Counter()
     modules: collections.Counter = collections.Counter()
     known = _known(at_peak, addresses)
     for address, block in at_peak.items():
-        categories[known.get(address) or _category(block, stretches)] += block.size_bytes
-        modules[block.module] += block.size_bytes
+        found = known.get(address)
+        categories[found.category if found else _category(block, stretches)] += block.size_bytes
+        modules[found.module if found else block.module] += block.size_bytes
     total = sum(categories.values())
     if measured_bytes != total:
         categories[ROUNDING] += measured_bytes - total
@@ -113,14 +118,14 @@ def _event_of_peak(trace: list[dict]) -> int | None:
     return at
 
 
-def _known(alive: dict[int, Block], addresses: list[tuple[int, int, str]]) -> dict[int, str]:
-    """Categories that the optimizers' own tensors say. An address counts while the block at it is the one that was there."""
-    known = {}
-    for stretch, address, category in addresses:
-        block = alive.get(address)
-        if block is not None and block.stretch <= stretch <= block.freed_in:
-            known[address] = category
-    return known
+def _known(alive: dict[int, Block], addresses: list[Known]) -> dict[int, Known]:
+    """What optimizers say of the blocks. An address counts while the block at it is the one that was there."""
+    found = {}
+    for known in addresses:
+        block = alive.get(known.address)
+        if block is not None and block.stretch <= known.stretch <= block.freed_in:
+            found[known.address] = known
+    return found
 
 
 def _category(block: Block, stretches: list[Stretch]) -> str:
@@ -138,7 +143,7 @@ def _category(block: Block, stretches: list[Stretch]) -> str:
         return "optimizer_state" if outlives else "optimizer_temp"
     if phase == FORWARD:
         return "saved" if outlives else "forward_temp"
-    if phase == BACKWARD and block.module:
+    if phase == BACKWARD and block.marked_by == FORWARD_MARK and block.module:
         return "recompute"
     return "grad_unsharded" if outlives else "backward_temp"
 

@@ -15,6 +15,7 @@ import dataclasses
 import threading
 import time
 from types import ModuleType
+from typing import NamedTuple
 
 from . import device
 from .peaks import Peaks
@@ -38,6 +39,15 @@ class Stretch:
     out_of_memory: int
 
 
+class Known(NamedTuple):
+    """What an optimizer or a module says of one of its tensors."""
+
+    stretch: int  # in which it says so
+    address: int  # of the storage
+    category: str
+    module: str  # whose parameter it is
+
+
 class Recorder:
     """The state of the run. Boundaries are passed by the script's main thread; autograd's threads run inside a backward."""
 
@@ -46,7 +56,8 @@ class Recorder:
         self._peaks = Peaks(torch)
         self.stretches: list[Stretch] = []
         self.optimizers: list[object] = []
-        self.addresses: list[tuple[int, int, str]] = []  # stretch, storage, category: what an optimizer says of its tensors
+        self.addresses: list[Known] = []
+        self.place_in_job: tuple[int, int] | None = None  # rank and ranks, of the process group
         self.phase, self.step, self.steps_done = SETUP, 0, 0
         self.backwards = self._optimizers_running = self._depth = 0
         self.steady_bytes = 0  # allocated when the last step had ended
@@ -54,7 +65,8 @@ class Recorder:
         self._retries = self._out_of_memory = 0
         self._stepped_inside = False
         self.when_done = None  # called when the steps that were asked for have ended
-        self.when_boundary = None  # called with the number of the next stretch
+        self.when_boundary = None  # called behind each
+        self.name_of_parameter = lambda _parameter: ""  # the module that has it
 
     def module_runs(self) -> None:
         """A module's forward begins."""
@@ -130,6 +142,9 @@ class Recorder:
     def _close(self, phase: str) -> None:
         now = _now_us()
         stretch = Stretch(self.step, phase, self._begin_us, now, 0, 0, 0, 0)
+        distributed = self._torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            self.place_in_job = distributed.get_rank(), distributed.get_world_size()
         if self._torch.cuda.is_initialized():
             device.take_communicators()
             stats = self._peaks.boundary(self._torch.cuda.current_device())
@@ -140,24 +155,26 @@ class Recorder:
         self.stretches.append(stretch)
         self._begin_us = now
         if self.when_boundary is not None:
-            self.when_boundary(len(self.stretches))
+            self.when_boundary()
 
     def learn_parameters(self, parameters) -> None:
-        self._note(parameters, "param_sharded")
+        self._note(((parameter, parameter) for parameter in parameters), "param_sharded")
 
     def _learn(self, optimizer, states: bool) -> None:
         """Addresses of an optimizer's parameters, gradients and states."""
         parameters = [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group.get("params", ())]
-        self._note(parameters, "param_sharded")
-        self._note((parameter.grad for parameter in parameters), "grad_sharded")
+        self.learn_parameters(parameters)
+        self._note(((parameter, parameter.grad) for parameter in parameters), "grad_sharded")
         if states:
-            self._note(_tensors(getattr(optimizer, "state", {})), "optimizer_state")
+            state = getattr(optimizer, "state", {})
+            self._note(((parameter, tensor) for parameter in list(state) for tensor in _tensors(state[parameter])), "optimizer_state")
 
-    def _note(self, tensors, category: str) -> None:
+    def _note(self, pairs, category: str) -> None:
+        """pairs: a parameter, and a tensor that belongs to it."""
         here = len(self.stretches)
-        for tensor in tensors:
+        for parameter, tensor in pairs:
             if (address := _address(tensor)) is not None:
-                self.addresses.append((here, address, category))
+                self.addresses.append(Known(here, address, category, self.name_of_parameter(parameter)))
 
 
 def _tensors(state, depth: int = 0):

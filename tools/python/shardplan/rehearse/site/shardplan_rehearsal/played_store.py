@@ -19,7 +19,8 @@ from types import ModuleType
 from .run import the_run
 
 _NCCL_ID_BYTES = 128
-_NCCL_KEY = re.compile(r"(^|/)\d+(:\d+)?$|UniqueNCCLID|nccl_storekey_\d+$")  # ProcessGroupNCCL counts its communicators; of two ranks it names both
+# ProcessGroupNCCL counts its communicators, of two ranks it names both; ProcessGroupNCCL2 has a word before the count.
+_NCCL_KEY = re.compile(r"/cuda//.*?(^|/)\d+(:\d+)?$|UniqueNCCLID|nccl_storekey_\d+$")
 _NUMBER = re.compile(r"\d+")
 _kept: list[object] = []  # C++ keeps the store, not its Python object
 
@@ -88,10 +89,10 @@ def make(rank: int, world: int) -> object:
         def _find(self, key: str) -> bytes | None:
             if key in self._values:
                 return self._values[key]
-            if _NCCL_KEY.search(key):
-                return bytes(_NCCL_ID_BYTES)
             own = next((mine for mine in self._values if _is_a_peers(key, mine)), None)
-            return self._values[own] if own is not None else None
+            if own is not None:
+                return self._values[own]
+            return bytes(_NCCL_ID_BYTES) if _NCCL_KEY.search(key) else None
 
     def _is_a_peers(key: str, mine: str) -> bool:
         """Whether `mine` with another number in the place of this rank's is `key`."""

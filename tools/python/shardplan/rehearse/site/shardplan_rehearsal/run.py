@@ -30,8 +30,8 @@ class Run:
         self.until: str | None = asked["until"]  # the message that this run is for
         self.library_folder: str = asked["library_folder"]
 
-    def local_rank(self, local_world: int | None = None) -> int:
-        return self.rank % (local_world or self.gpus_per_node)
+    def local_rank(self) -> int:
+        return self.rank % self.gpus_per_node
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)

@@ -16,6 +16,7 @@ def watch() -> None:
     imports.behind("torch.distributed.rendezvous", _patch("played_store", "patch_rendezvous"))
     imports.behind("torch.distributed.distributed_c10d", _patch_c10d)
     imports.behind("torch.distributed", _patch("played_store", "patch_names"))
+    imports.behind("torch.distributed.fsdp._fully_shard._fsdp_param_group", _patch("modules", "patch_fsdp"))
     imports.behind("torch.distributed.checkpoint.state_dict_saver", _patch("checkpoints", "patch_saver"))
     imports.behind("torch.distributed.checkpoint.state_dict_loader", _patch("checkpoints", "patch_loader"))
     imports.behind("safetensors.torch", _patch("checkpoints", "patch_safetensors"))
