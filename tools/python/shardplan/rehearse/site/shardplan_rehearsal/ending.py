@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rehearsed rank ends, and what it tells the command: behind the steps that were asked for, or with its script."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import linecache
+import os
+import sys
+import sysconfig
+import time
+import traceback
+from types import ModuleType
+
+from . import device, history, modules
+from .phases import Recorder, Stretch
+from .run import stop, the_run
+
+_began = time.monotonic()
+
+
+def begin(torch: ModuleType, recorder: Recorder) -> None:
+    process = os.getpid()
+
+    def at_exit() -> None:
+        if os.getpid() != process:
+            return
+        earlier = the_run().told("result")
+        if recorder.steps_done or recorder.backwards or not earlier or not earlier["steps"]:
+            error = getattr(sys, "last_value", None)
+            _tell(torch, recorder, "raised" if error is not None else "script", error)
+
+    def done() -> None:
+        if os.getpid() == process:
+            _tell(torch, recorder, "steps", None)
+            stop(0)
+
+    atexit.register(at_exit)
+    recorder.when_done = done
+
+
+def _tell(torch: ModuleType, recorder: Recorder, end: str, error: BaseException | None) -> None:
+    run = the_run()
+    place = recorder.place()
+    recorder.end()
+    stretches = recorder.stretches
+    rank, world = recorder.place_in_job or (int(os.environ.get("RANK", run.rank)), int(os.environ.get("WORLD_SIZE", "1")))
+    largest = max(stretches, key=lambda stretch: stretch.allocated_bytes)
+    document = {
+        "end": end,
+        "seconds": round(time.monotonic() - _began, 1),
+        "torch": torch.__version__,
+        "rank": rank,
+        "world_size": world,
+        "steps": recorder.steps_done,
+        "backwards": recorder.backwards,
+        "stretches": [dataclasses.asdict(stretch) for stretch in stretches],
+        "allocated_bytes": largest.allocated_bytes,
+        "reserved_bytes": max(stretch.reserved_bytes for stretch in stretches),
+        "steady_bytes": recorder.steady_bytes,
+        "communicators": device.communicators,
+        "error": _error(torch, error, place) if error is not None else None,
+    }
+    if torch.cuda.is_initialized():
+        document["device_bytes"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        run.tell("result", document)  # whatever happens to the rest
+        if run.snapshot:
+            torch.cuda.memory._dump_snapshot(run.snapshot)
+        if run.history:
+            document["peak"] = _peak(torch, recorder, largest)
+    run.tell("result", document)
+
+
+def _peak(torch: ModuleType, recorder: Recorder, largest: Stretch) -> dict | None:
+    traces = torch.cuda.memory._snapshot()["device_traces"]
+    number = torch.cuda.current_device()
+    trace = traces[number] if number < len(traces) else []
+    peak = history.peak_of(trace, recorder.stretches, recorder.addresses, largest.allocated_bytes)
+    if peak is None:
+        return None
+    stretch = recorder.stretches[min(peak.stretch, len(recorder.stretches) - 1)]
+    return {**dataclasses.asdict(peak), "step": stretch.step, "phase": stretch.phase, "events": len(trace)}
+
+
+def _error(torch: ModuleType, error: BaseException, place: str) -> dict:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_of_user(frame.filename)]
+    frame = (own or frames or [None])[-1]
+    return {
+        "type": type(error).__name__,
+        "kinds": [kind.__name__ for kind in type(error).__mro__],
+        "message": str(error),
+        "out_of_memory": isinstance(error, torch.OutOfMemoryError),
+        "place": place,
+        "file": frame.filename if frame else "",
+        "line": frame.lineno if frame else 0,
+        "code": linecache.getline(frame.filename, frame.lineno).strip() if frame else "",
+        "module": _module_of(error),
+    }
+
+
+def _is_of_user(file: str) -> bool:
+    libraries = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
+    return not file.startswith("<") and not any(file.startswith(folder + os.sep) for folder in (*libraries, os.path.dirname(__file__)))
+
+
+def _module_of(error: BaseException) -> str:
+    """The innermost module in whose method it was raised."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        try:
+            found = modules.name_of(owner) or found
+        except TypeError:  # no weak reference to it
+            pass
+    return found
