@@ -4,7 +4,6 @@ software: by the first `shardplan rehearse`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -39,14 +38,10 @@ def kept() -> Built | None:
 
 
 def built_device() -> Path:
-    """The folder of libshardplan_device.so and its kernels, as `built`."""
-    if (facts := machine.facts()).cuda == "None":
+    """The folder of libshardplan_device.so and its kernels, as `built`, and without an import of torch."""
+    if (facts := machine.facts(imports_torch=False)).cuda == "None":
         raise NotBuilt(f"torch {facts.torch} is built without CUDA, whose code the device in software runs: pip install torch=={facts.torch.split('+')[0]} (no GPU is needed)")
-    folder = _find(compile.DEVICE, _get)
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # torch opens the library by these names
-        with contextlib.suppress(FileExistsError):
-            (folder / name).symlink_to("libshardplan_device.so")
-    return folder
+    return _find(compile.DEVICE, _get, imports_torch=False)
 
 
 def _adapter_in(folder: Path) -> Built:
@@ -54,8 +49,8 @@ def _adapter_in(folder: Path) -> Built:
     return Built(module, folder / "shardplan-run")
 
 
-def _find(part: compile.Part, how):
-    facts = machine.facts()
+def _find(part: compile.Part, how, imports_torch: bool = True):
+    facts = machine.facts(imports_torch)
     try:
         compiler = machine.find_compiler()
     except NotBuilt:

@@ -15,7 +15,7 @@ from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, bytes
 from shardplan.terminal import complain
 
 from . import page, report, text
-from .device import DEFAULT_CLUSTER, BadCluster, Device, NoDevice, device_folder, device_of
+from .device import DEFAULT_CLUSTER, BadCluster, Device, NoDevice, device_folder, device_of, with_links
 from .launch import Asked, NeedsTooMuch, Outcome, Rehearsal
 
 _EXIT_DOES_NOT_FIT, _EXIT_USAGE, _EXIT_BAD_INPUT = 1, 2, 3
@@ -108,7 +108,7 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
     sys.stdout.flush()
     with files.scratch_folder() as scratch:
         snapshot = str(scratch / "snapshot.pickle") if options.snapshot else None
-        asked = Asked(command, device, folder, options.gpus, options.gpus_per_node, options.steps, not options.no_history or bool(options.report or options.html), snapshot)
+        asked = Asked(command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, not options.no_history or bool(options.report or options.html), snapshot)
         outcome = Rehearsal(asked, scratch, say).of_rank(options.rank)
         code = _tell(outcome, device, command)
         result = outcome.told.get("result")

@@ -9,10 +9,12 @@ import os
 import subprocess
 from pathlib import Path
 
+from shardplan import building
 from shardplan.command import built_command
 
 DEFAULT_CLUSTER = "h100_sxm"
 _LIBRARY = "libshardplan_device.so"
+_OPENED_AS = ("libcuda.so.1", "libnvidia-ml.so.1")
 # As NcclBufferBytes of the simulator has it: 16 channels with the receive buffers of the three protocols (simple, LL128, LL).
 NCCL_BYTES = 16 * ((4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
 
@@ -34,15 +36,36 @@ class Device:
 
 
 def device_folder() -> Path:
-    """Where libshardplan_device.so is, with libcuda.so.1 and libnvidia-ml.so.1 beside it: $SHARDPLAN_DEVICE_LIBRARY_FOLDER, else the build of the command."""
-    named = os.environ.get("SHARDPLAN_DEVICE_LIBRARY_FOLDER")
-    programs = os.environ.get("SHARDPLAN_PROGRAMS")
-    candidates = [Path(named)] if named else [Path(programs).parent / "device"] if programs else []
+    """Where libshardplan_device.so is: $SHARDPLAN_DEVICE_LIBRARY_FOLDER, else the build of the command, else that of shardplan-torch beside this package; else it
+    is compiled for the torch of this interpreter, once. Raises NoDevice."""
+    if named := os.environ.get("SHARDPLAN_DEVICE_LIBRARY_FOLDER"):
+        candidates = [Path(named)]
+    else:
+        programs = os.environ.get("SHARDPLAN_PROGRAMS")
+        candidates = [Path(__file__).resolve().parents[2] / "_shardplan_device", *([Path(programs).parent / "device"] if programs else [])]
     for folder in candidates:
         if (folder / _LIBRARY).is_file():
             return folder.resolve()
-    looked = ", ".join(map(str, candidates)) or "nowhere: neither SHARDPLAN_PROGRAMS nor SHARDPLAN_DEVICE_LIBRARY_FOLDER is set"
-    raise NoDevice(f"the device in software is not built (looked for {_LIBRARY} in {looked}): tools/build dev builds it, for the torch at hand")
+    if not named and building.comes_with_sources():
+        try:
+            return building.built_device()
+        except building.NotBuilt as error:
+            raise NoDevice(str(error)) from error
+    looked = " and ".join(map(str, candidates))
+    raise NoDevice(f"the device in software is not built (looked for {_LIBRARY} in {looked}): tools/build dev builds it, for the torch at hand (one with CUDA; no GPU is needed)")
+
+
+def with_links(folder: Path, scratch: Path) -> Path:
+    """The folder, or one of links to its files, that also has the names by which torch opens the library."""
+    if all((folder / name).exists() for name in _OPENED_AS):
+        return folder
+    linked = scratch / "device"
+    linked.mkdir()
+    for path in folder.iterdir():
+        (linked / path.name).symlink_to(path)
+    for name in _OPENED_AS:
+        (linked / name).symlink_to(_LIBRARY)
+    return linked
 
 
 def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Device:
