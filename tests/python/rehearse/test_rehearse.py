@@ -170,7 +170,52 @@ def test_an_interpreter_without_torch_is_named(tmp_path):
     assert re.search(r"torch is not installed in .*venv/bin/python", done.stderr)
 
 
+def test_a_rank_that_the_launcher_does_not_start_is_refused():
+    done = rehearse("--rank", 9, "--", "torchrun", "--nnodes", 2, "--nproc_per_node", 4, SCRIPTS / "ends.py")
+    assert done.returncode == 2
+    assert "--rank 9: the job has 8 ranks (found 9, expected 0 to 7)" in done.stderr
+
+
+def test_deepspeeds_launcher_starts_one_rank(tmp_path):
+    """Its own parser reads its words; the one here has those of deepspeed/launcher/runner.py that count."""
+    package = tmp_path / "deepspeed" / "launcher"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("import torch\n")
+    flags = "".join(f"    parser.add_argument('--{flag}', action='store_true')\n" for flag in ("module", "no_python", "no_local_rank"))
+    numbers = "".join(f"    parser.add_argument('--{flag}', type=int, default=-1)\n" for flag in ("num_gpus", "num_nodes"))
+    rest = "    parser.add_argument('user_script')\n    parser.add_argument('user_args', nargs=argparse.REMAINDER)\n    return parser.parse_args(args)\n\n\ndef main(args=None):\n    raise SystemExit('its own')\n"
+    (package / "runner.py").write_text(f"import argparse\n\n\ndef parse_args(args=None):\n    parser = argparse.ArgumentParser()\n{flags}{numbers}{rest}")
+    command = tmp_path / "deepspeed.py"
+    command.write_text("from deepspeed.launcher.runner import main\nmain()\n")
+    command.rename(tmp_path / "bin")
+    (tmp_path / "bin").rename(tmp_path / "ds")
+    (tmp_path / "train.py").write_text("import os, sys, torch\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n")
+    words = [sys.executable, tmp_path / "ds", "--num_nodes", 2, tmp_path / "train.py", "--deepspeed", "config.json"]
+    done = rehearse("--rank", 9, "--", *words, PYTHONPATH=f"{ROOT / 'tools' / 'python'}:{tmp_path}")
+    assert "9 16 ['--local_rank=1', '--deepspeed', 'config.json']" in done.stdout, done.stderr
+    assert done.returncode == 3
+
+
+def test_a_killed_rank_leaves_the_steps_that_were_over(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, signal, torch\nmodel = torch.nn.Linear(64, 64).cuda()\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "for step in range(3):\n    model(torch.randn(8, 64, device='cuda')).sum().backward()\n    optimizer.step()\n    if step == 1:\n        model(torch.randn(8, 64, device='cuda'))\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = rehearse("--", sys.executable, tmp_path / "train.py")
+    assert done.returncode == 128 + 9
+    assert "ended behind step 2" in done.stderr
+    assert [phase for _, phase in rows_of(done.stdout)] == PHASES[:7]
+
+
 def test_a_device_for_another_torch_and_no_device(tmp_path):
     done = rehearse("--", "true", SHARDPLAN_DEVICE_LIBRARY_FOLDER=str(tmp_path))
     assert done.returncode == 4
     assert f"looked for libshardplan_device.so in {tmp_path}" in done.stderr
+    library = pathlib.Path(os.environ.get("SHARDPLAN_DEVICE_LIBRARY_FOLDER", build_folder() / "device"))
+    for path in library.iterdir():
+        (tmp_path / path.name).symlink_to(path.resolve())
+    (tmp_path / "torch_version").write_text("2.0.1")
+    done = rehearse("--", sys.executable, SCRIPTS / "ends.py", SHARDPLAN_DEVICE_LIBRARY_FOLDER=str(tmp_path))
+    assert done.returncode == 4
+    assert "is built for another torch" in done.stderr and "expected 2.0.1" in done.stderr
