@@ -65,3 +65,8 @@ def test_requests_are_rounded_as_the_allocator_does():
 
 def test_repeated_blocks_are_one_row():
     assert text.grouped({"layers.0.up": 1, "layers.11.up": 2, "head2": 5, "3": 1, "4": 1}) == {"head2": 5, "layers.*.up": 3, "*": 2}
+
+
+def test_steps_that_take_the_same_are_one_row():
+    stretches = [{"step": step, "phase": phase, "allocated_bytes": size, "reserved_bytes": size, "retries": 0, "out_of_memory": 0} for step, phase, size in ((0, "setup", KIB), (1, "forward", KIB), (2, "forward", 1 << 20), (3, "forward", 1 << 20), (4, "forward", 1 << 30))]
+    assert [row[:3] for row in text.table_of({"stretches": stretches})[1:]] == [("", "setup", "1.00 KiB"), ("1", "forward", "1.00 KiB"), ("2-3", "forward", "1.00 MiB"), ("4", "forward", "1.00 GiB")]

@@ -34,8 +34,12 @@ def rehearse(*arguments, **environment):
 
 
 def rows_of(text):
-    """(step, phase) of the table."""
-    return re.findall(r"^(\d*) +(setup|forward|backward|optimizer) ", text, re.MULTILINE)
+    """(step, phase) of the table. Steps that take the same are one row there."""
+    rows = re.findall(r"^(\d*)(?:-(\d+))? +(setup|forward|backward|optimizer) ", text, re.MULTILINE)
+    if not rows:
+        return []
+    first = [(int(first or 0), int(last or first or 0), phase) for first, last, phase in rows]
+    return sorted(((step, phase) for begin, end, phase in first for step in range(begin, end + 1)), key=lambda row: (row[0], PHASES.index(row[1])))
 
 
 @pytest.fixture(scope="module")

@@ -21,19 +21,24 @@ _began = time.monotonic()
 
 
 def begin(torch: ModuleType, recorder: Recorder) -> None:
-    process = os.getpid()
+    """Tells the command how it ends: when an error comes out of the script, else with Python's exit handlers. A library may crash in between."""
+    process, told = os.getpid(), []
 
-    def at_exit() -> None:
-        if os.getpid() != process:
+    def tell(end: str, error: BaseException | None) -> None:
+        if os.getpid() != process or told:
             return
+        told.append(end)
         earlier = the_run().told("result")
         if recorder.steps_done or recorder.backwards or not earlier or not earlier["steps"]:
-            error = getattr(sys, "last_value", None)
-            _tell(torch, recorder, "raised" if error is not None else "script", error)
+            _tell(torch, recorder, end, error)
+
+    def at_exit() -> None:
+        error = getattr(sys, "last_value", None)
+        tell("raised" if error is not None else "script", error)
 
     def done() -> None:
         if os.getpid() == process:
-            _tell(torch, recorder, "steps", None)
+            tell("steps", None)
             stop(0)
 
     def step_ends() -> None:
@@ -41,6 +46,13 @@ def begin(torch: ModuleType, recorder: Recorder) -> None:
         if os.getpid() == process:
             the_run().tell("result", _document(torch, recorder, "killed", None, ""))
 
+    say = sys.excepthook
+
+    def excepthook(kind: type, error: BaseException, trace: object) -> None:
+        say(kind, error, trace)
+        tell("raised", error)
+
+    sys.excepthook = excepthook
     atexit.register(at_exit)
     recorder.when_done, recorder.when_step_ends = done, step_ends
 
