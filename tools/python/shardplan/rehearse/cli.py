@@ -24,7 +24,7 @@ Run a training script, as it is, as one rank of a job of any size without a GPU,
 the peak by category and module. Nothing is computed; torch's own allocator runs. The other ranks are played: each does what this one does."""
 _EPILOG = """\
 examples:
-  shardplan rehearse --gpus 64 -- torchrun --nproc_per_node 8 train.py --batch 4
+  shardplan rehearse --gpus 64 -- torchrun train.py --batch 4
   shardplan rehearse --gpus 64 --rank 5 --cluster h100 --html memory.html -- accelerate launch train.py
   shardplan rehearse --device-memory 40GB --snapshot rank0.pickle -- python train.py
   shardplan rehearse --gpus 256 --steps 0 --report measured.json -- bash run.sh
@@ -139,6 +139,8 @@ def _tell(outcome: Outcome, device: Device, command: list[str]) -> int:
     if error is not None:
         complain("shardplan rehearse", text.error_line(error))
         return outcome.code if outcome.code > 0 else _EXIT_BAD_INPUT
+    if result["end"] == "killed":
+        return _fail(_code_of(outcome) or _EXIT_BAD_INPUT, f"the rank's process ended behind step {result['steps']} without Python's exit (exit code {outcome.code})")
     if result["steps"] == 0:
         hint = "a backward ran, and no optimizer of torch.optim stepped" if result["backwards"] else "no backward ran"
         return _fail(outcome.code if outcome.code > 0 else _EXIT_BAD_INPUT, f"the script ended before a step (exit code {outcome.code}): {hint}. Give it arguments with which it trains, and data for one step")

@@ -40,7 +40,7 @@ def page(result: dict, device: Device, command: list[str]) -> str:
         _verdict(result, budget),
         *(["<h2>Allocated over the run</h2>", _curve(peak["curve"], budget)] if peak else []),
         "<h2>Steps</h2>", _steps(result),
-        *([f"<h2>The peak: {text.gib(peak['size_bytes'])} in {_words(text.peak_place(result))}</h2>", _bars("category", peak["categories"]), _bars("module", text.grouped(peak["modules"]))] if peak else []),
+        *([f"<h2>The peak: {text.size_text(peak['size_bytes'])} in {_words(text.peak_place(result))}</h2>", _bars("category", peak["categories"]), _bars("module", text.grouped(peak["modules"]))] if peak else []),
         "<h2>The device</h2>", _device(result, device, budget), "</body></html>\n",
     ]  # fmt: skip
     return "\n".join(parts)
@@ -48,7 +48,8 @@ def page(result: dict, device: Device, command: list[str]) -> str:
 
 def _verdict(result: dict, budget: int) -> str:
     if text.fits(result):
-        return f"<p>It fits: {text.gib(result['reserved_bytes'])} of {text.gib(budget)} are reserved at the most.</p>"
+        verdict = "It fits" if result["steps"] and result["error"] is None else "It fits so far"
+        return f"<p>{verdict}: {text.size_text(result['reserved_bytes'])} of {text.size_text(budget)} are reserved at the most.</p>"
     error = result["error"]
     return f"<p class='wrong'>Out of memory in {_words(error['place'])}: {_words(error['file'])}:{error['line']} <code>{_words(error['code'])}</code></p>"
 
@@ -68,19 +69,18 @@ def _curve(points: list[list[int]], budget: int) -> str:
     path = "".join(f"L{x_of(event):.1f} {y_of(size):.1f}" for event, size in points)
     lines = [f"<svg width='{_WIDTH}' height='{_HEIGHT}' role='img'>", f"<path class='axis' d='M{_LEFT} {_MARGIN}V{_HEIGHT - _BOTTOM}H{_WIDTH - _MARGIN}'/>"]
     for quarter in range(5):
-        lines.append(f"<text x='{_LEFT - 6}' y='{y_of(top * quarter / 4) + 4:.1f}' text-anchor='end'>{text.gib(int(top * quarter / 4))}</text>")
+        lines.append(f"<text x='{_LEFT - 6}' y='{y_of(top * quarter / 4) + 4:.1f}' text-anchor='end'>{text.size_text(int(top * quarter / 4))}</text>")
     lines.append(f"<path class='curve' d='M{_LEFT} {_HEIGHT - _BOTTOM}{path}V{_HEIGHT - _BOTTOM}Z'/>")
     if budget <= top:
-        lines.append(f"<path class='budget' d='M{_LEFT} {y_of(budget):.1f}H{_WIDTH - _MARGIN}'><title>left for the allocator: {text.gib(budget)}</title></path>")
+        lines.append(f"<path class='budget' d='M{_LEFT} {y_of(budget):.1f}H{_WIDTH - _MARGIN}'><title>left for the allocator: {text.size_text(budget)}</title></path>")
     lines.append(f"<text x='{(_LEFT + _WIDTH) / 2:.0f}' y='{_HEIGHT - 8}' text-anchor='middle'>allocations and frees, in their order</text>")
     return "\n".join([*lines, "</svg>"])
 
 
 def _steps(result: dict) -> str:
-    lines = ["<table>", "<tr><th>step</th><th>phase</th><th>max allocated</th><th>max reserved</th><th>retries</th><th>out of memory</th></tr>"]
-    for row in text.rows_of(result):
-        cells = (row["step"] or "", row["phase"], text.gib(row["allocated_bytes"]), text.gib(row["reserved_bytes"]), row["retries"], row["out_of_memory"])
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    head, *rows = text.table_of(result)
+    lines = ["<table>", "<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
     return "\n".join([*lines, "</table>"])
 
 
@@ -91,10 +91,10 @@ def _bars(what: str, sizes: dict[str, int]) -> str:
     if rest := shown[_BARS:]:
         shown = [*shown[:_BARS], (f"{len(rest)} others", sum(size for _, size in rest))]
     for name, size in shown:
-        lines.append(f"<tr><td class='name'>{_words(name) or '(in no module)'}</td><td>{text.gib(size)}</td><td class='bar'><div style='width:{max(0, min(320, 320 * size // most))}px'></div></td></tr>")
+        lines.append(f"<tr><td class='name'>{_words(name) or '(in no module)'}</td><td>{text.size_text(size)}</td><td class='bar'><div style='width:{max(0, min(320, 320 * size // most))}px'></div></td></tr>")
     return "\n".join([*lines, "</table>"])
 
 
 def _device(result: dict, device: Device, budget: int) -> str:
     rows = [("device memory", device.memory_bytes), *text.outside_of(result, device), ("left for the allocator", budget), ("max reserved", result["reserved_bytes"])]
-    return "\n".join(["<table>", *(f"<tr><td class='name'>{_words(name)}</td><td>{text.gib(size)}</td></tr>" for name, size in rows), "</table>"])
+    return "\n".join(["<table>", *(f"<tr><td class='name'>{_words(name)}</td><td>{text.size_text(size)}</td></tr>" for name, size in rows), "</table>"])

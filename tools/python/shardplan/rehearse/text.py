@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 
 from shardplan.command import printable_name
@@ -15,8 +16,10 @@ _SHOWN_MODULES = 8
 _HUB_ERRORS = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "HfHubHTTPError", "ConnectionError", "RepositoryNotFoundError", "GatedRepoError", "URLError", "gaierror"}
 
 
-def gib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 30):.2f} GiB" if size_bytes == 0 or size_bytes >= 1 << 27 else f"{size_bytes / (1 << 20):.2f} MiB"
+def size_text(size_bytes: int) -> str:
+    if size_bytes == 0 or size_bytes >= 1 << 27:
+        return f"{size_bytes / (1 << 30):.2f} GiB"
+    return f"{size_bytes / (1 << 20):.2f} MiB" if size_bytes >= 1 << 20 else f"{size_bytes / (1 << 10):.2f} KiB"
 
 
 def rows_of(result: dict) -> list[dict]:
@@ -65,7 +68,7 @@ def _table(rows: list[tuple[str, ...]], left: int) -> list[str]:
 
 
 def text_of(result: dict, device: Device) -> str:
-    parts = [_head(result, device), "", *_steps(result), "", *_peak(result), *_device(result, device)]
+    parts = [_head(result, device), "", *_table(table_of(result), 2), "", *_peak(result), *_device(result, device)]
     if not fits(result):
         parts += ["", *_out_of_memory(result, device)]
     return "\n".join(parts)
@@ -76,21 +79,29 @@ def _head(result: dict, device: Device) -> str:
     return f"\nrehearsed: rank {result['rank']} of {result['world_size']} on {printable_name(device.name)}, {steps} step{'' if steps == 1 else 's'}, torch {result['torch']}, {result['seconds']:.1f} s"
 
 
-def _steps(result: dict) -> list[str]:
+def table_of(result: dict) -> list[tuple[str, ...]]:
+    """Cells of each row, the head first. Steps in a row that take the same are one: "2-5"."""
+    by_step: list[tuple[int, int, list[tuple[str, ...]]]] = []  # first, last, cells of the phases
+    for step, rows in itertools.groupby(rows_of(result), key=lambda row: row["step"]):
+        cells = [(row["phase"], size_text(row["allocated_bytes"]), size_text(row["reserved_bytes"]), str(row["retries"]), str(row["out_of_memory"])) for row in rows]
+        if by_step and by_step[-1][2] == cells:
+            by_step[-1] = by_step[-1][0], step, cells
+        else:
+            by_step.append((step, step, cells))
+    named = [("" if first == 0 else f"{first}" if first == last else f"{first}-{last}", phases) for first, last, phases in by_step]
     head = ("step", "phase", "max allocated", "max reserved", "retries", "out of memory")
-    rows = [(str(row["step"] or ""), row["phase"], gib(row["allocated_bytes"]), gib(row["reserved_bytes"]), str(row["retries"]), str(row["out_of_memory"])) for row in rows_of(result)]
-    return _table([head, *rows], 2)
+    return [head, *((name, *cells) for name, phases in named for cells in phases)]
 
 
 def _peak(result: dict) -> list[str]:
-    lines = [f"peak: {result['allocated_bytes']} bytes, {gib(result['allocated_bytes'])} allocated, in {printable_name(peak_place(result))}"]
+    lines = [f"peak: {result['allocated_bytes']} bytes, {size_text(result['allocated_bytes'])} allocated, in {printable_name(peak_place(result))}"]
     if (peak := result.get("peak")) is None:
         return [*lines, ""]
-    lines += ["  " + line for line in _table([(name, gib(size)) for name, size in peak["categories"].items()], 1)]
+    lines += ["  " + line for line in _table([(name, size_text(size)) for name, size in peak["categories"].items()], 1)]
     modules = list(grouped(peak["modules"]).items())
-    shown = [(printable_name(name) or "(in no module)", gib(size)) for name, size in modules[:_SHOWN_MODULES]]
+    shown = [(printable_name(name) or "(in no module)", size_text(size)) for name, size in modules[:_SHOWN_MODULES]]
     if rest := modules[_SHOWN_MODULES:]:
-        shown.append((f"{len(rest)} others", gib(sum(size for _, size in rest))))
+        shown.append((f"{len(rest)} others", size_text(sum(size for _, size in rest))))
     return [*lines, "by module:", *("  " + line for line in _table(shown, 1)), ""]
 
 
@@ -103,10 +114,16 @@ def grouped(modules: dict[str, int]) -> dict[str, int]:
 
 
 def _device(result: dict, device: Device) -> list[str]:
-    rows = [("device memory", gib(device.memory_bytes)), *((name, gib(size)) for name, size in outside_of(result, device)), ("left for the allocator", gib(budget_of(result, device)))]
-    rows.append(("max reserved", gib(result["reserved_bytes"])))
-    rows.append(("fits", "yes" if fits(result) else "no: out of memory"))
+    rows = [("device memory", size_text(device.memory_bytes)), *((name, size_text(size)) for name, size in outside_of(result, device)), ("left for the allocator", size_text(budget_of(result, device)))]
+    rows.append(("max reserved", size_text(result["reserved_bytes"])))
+    rows.append(("fits", _fits(result)))
     return _table(rows, 1)
+
+
+def _fits(result: dict) -> str:
+    if not fits(result):
+        return "no: out of memory"
+    return "yes" if result["steps"] and result["error"] is None else "so far"
 
 
 def _out_of_memory(result: dict, device: Device) -> list[str]:

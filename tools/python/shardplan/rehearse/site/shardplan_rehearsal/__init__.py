@@ -10,6 +10,6 @@ def begin() -> None:
 
 
 def _torch_comes() -> None:
-    from . import roles
+    from . import roles  # with all that it imports, and no earlier
 
     roles.take()

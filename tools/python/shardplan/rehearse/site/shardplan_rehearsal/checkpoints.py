@@ -33,7 +33,10 @@ def patch_saver(module: ModuleType) -> None:
         response = getattr(module, "AsyncSaveResponse", None)
         return response(done, done) if async_stager is not None and response is not None else done
 
-    _replace(module, save, async_save)
+    def save_state_dict(state_dict: dict, storage_writer: object, *_arguments: object, **_settings: object) -> object:
+        return save(state_dict, storage_writer=storage_writer)
+
+    _replace(module, save, async_save, save_state_dict)
 
 
 def patch_loader(module: ModuleType) -> None:

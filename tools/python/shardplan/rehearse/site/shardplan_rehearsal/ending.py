@@ -14,40 +14,69 @@ import traceback
 from types import ModuleType
 
 from . import device, history, modules
-from .phases import Recorder, Stretch
+from .phases import Recorder
 from .run import stop, the_run
 
 _began = time.monotonic()
 
 
 def begin(torch: ModuleType, recorder: Recorder) -> None:
-    process = os.getpid()
+    """Tells the command how it ends: when an error comes out of the script, else with Python's exit handlers. A library may crash in between."""
+    process, told = os.getpid(), []
 
-    def at_exit() -> None:
-        if os.getpid() != process:
+    def tell(end: str, error: BaseException | None) -> None:
+        if os.getpid() != process or told:
             return
+        told.append(end)
         earlier = the_run().told("result")
         if recorder.steps_done or recorder.backwards or not earlier or not earlier["steps"]:
-            error = getattr(sys, "last_value", None)
-            _tell(torch, recorder, "raised" if error is not None else "script", error)
+            _tell(torch, recorder, end, error)
+
+    def at_exit() -> None:
+        error = getattr(sys, "last_value", None)
+        tell("raised" if error is not None else "script", error)
 
     def done() -> None:
         if os.getpid() == process:
-            _tell(torch, recorder, "steps", None)
+            tell("steps", None)
             stop(0)
 
+    def step_ends() -> None:
+        """For a process that is killed later."""
+        if os.getpid() == process:
+            the_run().tell("result", _document(torch, recorder, "killed", None, ""))
+
+    say = sys.excepthook
+
+    def excepthook(kind: type, error: BaseException, trace: object) -> None:
+        say(kind, error, trace)
+        tell("raised", error)
+
+    sys.excepthook = excepthook
     atexit.register(at_exit)
-    recorder.when_done = done
+    recorder.when_done, recorder.when_step_ends = done, step_ends
 
 
 def _tell(torch: ModuleType, recorder: Recorder, end: str, error: BaseException | None) -> None:
     run = the_run()
     place = recorder.place()
     recorder.end()
+    document = _document(torch, recorder, end, error, place)
+    run.tell("result", document)  # whatever happens to the rest
+    if not torch.cuda.is_initialized():
+        return
+    if run.snapshot:
+        torch.cuda.memory._dump_snapshot(run.snapshot)
+    if run.history:
+        document["peak"] = _peak(torch, recorder, document["allocated_bytes"])
+        run.tell("result", document)
+
+
+def _document(torch: ModuleType, recorder: Recorder, end: str, error: BaseException | None, place: str) -> dict:
+    """What the command reads (text.py, report.py and page.py beside site/)."""
     stretches = recorder.stretches
-    rank, world = recorder.place_in_job or (int(os.environ.get("RANK", run.rank)), int(os.environ.get("WORLD_SIZE", "1")))
-    largest = max(stretches, key=lambda stretch: stretch.allocated_bytes)
-    document = {
+    rank, world = recorder.place_in_job or (int(os.environ.get("RANK", the_run().rank)), int(os.environ.get("WORLD_SIZE", "1")))
+    return {
         "end": end,
         "seconds": round(time.monotonic() - _began, 1),
         "torch": torch.__version__,
@@ -56,27 +85,19 @@ def _tell(torch: ModuleType, recorder: Recorder, end: str, error: BaseException 
         "steps": recorder.steps_done,
         "backwards": recorder.backwards,
         "stretches": [dataclasses.asdict(stretch) for stretch in stretches],
-        "allocated_bytes": largest.allocated_bytes,
+        "allocated_bytes": max(stretch.allocated_bytes for stretch in stretches),
         "reserved_bytes": max(stretch.reserved_bytes for stretch in stretches),
         "steady_bytes": recorder.steady_bytes,
         "communicators": device.communicators,
         "error": _error(torch, error, place) if error is not None else None,
     }
-    if torch.cuda.is_initialized():
-        document["device_bytes"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        run.tell("result", document)  # whatever happens to the rest
-        if run.snapshot:
-            torch.cuda.memory._dump_snapshot(run.snapshot)
-        if run.history:
-            document["peak"] = _peak(torch, recorder, largest)
-    run.tell("result", document)
 
 
-def _peak(torch: ModuleType, recorder: Recorder, largest: Stretch) -> dict | None:
+def _peak(torch: ModuleType, recorder: Recorder, most_bytes: int) -> dict | None:
     traces = torch.cuda.memory._snapshot()["device_traces"]
     number = torch.cuda.current_device()
     trace = traces[number] if number < len(traces) else []
-    peak = history.peak_of(trace, recorder.stretches, recorder.addresses, largest.allocated_bytes)
+    peak = history.peak_of(trace, recorder.stretches, recorder.addresses, most_bytes)
     if peak is None:
         return None
     stretch = recorder.stretches[min(peak.stretch, len(recorder.stretches) - 1)]
@@ -85,8 +106,9 @@ def _peak(torch: ModuleType, recorder: Recorder, largest: Stretch) -> dict | Non
 
 def _error(torch: ModuleType, error: BaseException, place: str) -> dict:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_of_user(frame.filename)]
-    frame = (own or frames or [None])[-1]
+    of_user = [frame for frame in frames if not _is_in(frame.filename, "stdlib", "purelib", "platlib")]
+    of_others = [frame for frame in frames if not _is_in(frame.filename, "stdlib") and not frame.filename.startswith(os.path.dirname(torch.__file__))]
+    frame = (of_user or of_others or frames or [None])[-1]
     return {
         "type": type(error).__name__,
         "kinds": [kind.__name__ for kind in type(error).__mro__],
@@ -100,9 +122,10 @@ def _error(torch: ModuleType, error: BaseException, place: str) -> dict:
     }
 
 
-def _is_of_user(file: str) -> bool:
-    libraries = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
-    return not file.startswith("<") and not any(file.startswith(folder + os.sep) for folder in (*libraries, os.path.dirname(__file__)))
+def _is_in(file: str, *folders: str) -> bool:
+    """Whether a file is the interpreter's, in one of these folders of sysconfig, or ours, or none."""
+    places = [sysconfig.get_paths()[name] for name in folders]
+    return file.startswith("<") or any(file.startswith(folder + os.sep) for folder in (*places, os.path.dirname(__file__)))
 
 
 def _module_of(error: BaseException) -> str:

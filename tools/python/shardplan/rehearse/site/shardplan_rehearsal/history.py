@@ -11,7 +11,7 @@ import bisect
 import collections
 import dataclasses
 
-from .modules import FORWARD_MARK
+from .modules import FORWARD_MARK, MOST_EVENTS
 from .phases import BACKWARD, FORWARD, OPTIMIZER, SETUP, Known, Stretch
 
 _GRANULARITY = 512  # of an allocation; what a block has more than that is the allocator's rounding
@@ -73,9 +73,10 @@ class _Placing:
 
 
 def peak_of(trace: list[dict], stretches: list[Stretch], addresses: list[Known], measured_bytes: int) -> Peak | None:
-    """trace: of the rank's device, whole. measured_bytes: the allocator's own peak, which the categories add up to. None: nothing was allocated."""
+    """trace: of the rank's device, whole. measured_bytes: the allocator's own peak, which the categories add up to. None: nothing was allocated, or the
+    first of the history is lost."""
     at = _event_of_peak(trace)
-    if at is None:
+    if at is None or len(trace) >= MOST_EVENTS:
         return None
     placing = _Placing(stretches)
     alive: dict[int, Block] = {}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from . import imports
-from .roles import become, environment_of, hand_over
+from .rank import environment_of, hand_over
 from .run import refuse, the_run
 
 
@@ -41,7 +41,7 @@ def _patch_elastic(api: ModuleType) -> None:
 
         world, local_world = _sizes(config.max_nodes * config.nproc_per_node, config.nproc_per_node)
         environment = environment_of(world, local_world)
-        become({**environment, "ROLE_NAME": config.role or "default", "TORCHELASTIC_RUN_ID": config.run_id or "rehearsal"})
+        os.environ.update({**environment, "ROLE_NAME": config.role or "default", "TORCHELASTIC_RUN_ID": config.run_id or "rehearsal"})
         local_rank = int(environment["LOCAL_RANK"])
         words = macros.substitute(list(args), str(local_rank))
         if isinstance(entrypoint, str):
@@ -87,7 +87,7 @@ def _patch_deepspeed(runner: ModuleType) -> None:
         per_node = options.num_gpus if options.num_gpus > 0 else torch.cuda.device_count()
         world, local_world = _sizes(per_node * max(1, options.num_nodes), per_node)
         environment = environment_of(world, local_world)
-        become(environment)
+        os.environ.update(environment)
         words = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
         words.append(options.user_script)
         if not options.no_local_rank:

@@ -16,6 +16,7 @@ from .run import the_run
 
 FORWARD_MARK, BACKWARD_MARK = "f", "b"
 ROOT = "(root)"
+MOST_EVENTS = 4_000_000  # of the history; beyond it the first are lost
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 _names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -91,8 +92,16 @@ def begin(torch: ModuleType, recorder: Recorder) -> None:
     hooks.register_module_forward_hook(leaves, always_call=True)
     if the_run().history:
         recorder.when_boundary = mark
-        torch.cuda._lazy_call(lambda: torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python"))
+        _record_history(torch)
         torch.cuda._lazy_call(mark)
+
+
+def _record_history(torch: ModuleType) -> None:
+    """From the first use of the device. The script's own recording would end it: it finds one that is under way, with more in it."""
+    memory = torch.cuda.memory
+    record = memory._record_memory_history
+    torch.cuda._lazy_call(lambda: record("all", context="alloc", stacks="python", max_entries=MOST_EVENTS))
+    memory._record_memory_history = lambda *_arguments, **_settings: None
 
 
 def patch_fsdp(module: ModuleType) -> None:

@@ -65,6 +65,7 @@ class Recorder:
         self._retries = self._out_of_memory = 0
         self._stepped_inside = False
         self.when_done = None  # called when the steps that were asked for have ended
+        self.when_step_ends = None
         self.when_boundary = None  # called behind each
         self.name_of_parameter = lambda _parameter: ""  # the module that has it
 
@@ -134,6 +135,8 @@ class Recorder:
         self.steady_bytes = self._current()
         if self.steps_done == the_run().steps and self.when_done is not None:
             self.when_done()
+        elif self.when_step_ends is not None:
+            self.when_step_ends()
         self.step += 1
 
     def _current(self) -> int:

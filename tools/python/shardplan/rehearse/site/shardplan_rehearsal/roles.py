@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 import sys
 
-from . import imports
-from .run import refuse, the_run
+from . import imports, launchers, worker
+from .rank import WORKER, environment_of
+from .run import the_run
 
-_WORKER = "SHARDPLAN_REHEARSE_WORKER"  # the process that is the rank
 _LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "ds"}
 _LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli", "deepspeed.launcher.runner", "deepspeed"}
 
@@ -19,54 +19,16 @@ def take() -> None:
     run = the_run()
     imports.missing("torch", lambda: run.tell("no_torch", {"executable": sys.executable}))
     launcher = _is_launcher(sys.orig_argv)
-    if not launcher and os.environ.get(_WORKER) not in (None, str(os.getpid())):
+    if not launcher and os.environ.get(WORKER) not in (None, str(os.getpid())):
         return
-    from . import launchers
-
     launchers.watch()
     if launcher:
         imports.behind("torch", lambda _torch: run.tell("torch", {"executable": sys.executable}))
         return
-    os.environ[_WORKER] = str(os.getpid())
+    os.environ[WORKER] = str(os.getpid())
     if "RANK" not in os.environ and (run.gpus or 1) > 1:
-        become(environment_of(run.gpus or 1, min(run.gpus_per_node, run.gpus or 1)))
-    from . import worker
-
+        os.environ.update(environment_of(run.gpus or 1, min(run.gpus_per_node, run.gpus or 1)))
     worker.watch()
-
-
-def environment_of(world: int, local_world: int) -> dict[str, str]:
-    """What torchrun sets for the rehearsed rank. Refuses a rank that the job does not have."""
-    run = the_run()
-    if run.rank >= world:
-        refuse(2, f"--rank {run.rank}: the job has {world} ranks (found {run.rank}, expected 0 to {world - 1})")
-    local_rank, node = run.rank % local_world, run.rank // local_world
-    return {
-        "RANK": str(run.rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(local_world),
-        "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(-(-world // local_world)),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(run.rank),
-        "ROLE_WORLD_SIZE": str(world),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": os.environ.get("MASTER_PORT", "29500"),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "rehearsal",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def become(environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-
-
-def hand_over() -> None:
-    """The next program of this process, or a child of it, is the rank."""
-    os.environ.pop(_WORKER, None)
 
 
 def _is_launcher(words: list[str]) -> bool:
