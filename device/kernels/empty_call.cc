@@ -2,8 +2,11 @@
 #include "device/kernels/empty_call.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/broadcast_tensors.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/index.h>
+#include <ATen/ops/nonzero.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <sys/mman.h>
@@ -113,7 +116,7 @@ void CopyKnown(const c10::Stack& arguments) {
 
 EmptyKernel::EmptyKernel(const c10::OperatorHandle& op)
     : original_(op.getComputedKernelForDispatchKey(c10::DispatchKey::CUDA)),
-      reads_numbers_(ReadsNumbers(op)),
+      reads_numbers_(ReadsNumbers(op) && op.schema().name() != "aten::index"),
       indices_(IndexResult(op.schema().name())) {}
 
 void EmptyKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
@@ -124,6 +127,7 @@ void EmptyKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet 
     if (number.isDouble() && std::isnan(number.toDouble())) number = 0.0;
     return;
   }
+  if (RunReworded(op, stack)) return;
   const std::size_t count = op.schema().arguments().size();
   const auto first = static_cast<std::ptrdiff_t>(stack->size() - count);
   const c10::Stack arguments(stack->begin() + first, stack->end());
@@ -141,6 +145,33 @@ void EmptyKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet 
     original_.callBoxed(op, keys, stack);
   }
   Settle(op, arguments, std::span(*stack).subspan(static_cast<std::size_t>(first)));
+}
+
+bool EmptyKernel::RunReworded(const c10::OperatorHandle& op, c10::Stack* stack) {
+  const std::string& name = op.schema().name();
+  const std::size_t count = op.schema().arguments().size();
+  if (name == "aten::masked_select" && count == 2) {
+    const c10::Stack arguments = torch::jit::pop(*stack, count);
+    const std::vector<at::Tensor> same =
+        at::broadcast_tensors({arguments[0].toTensor(), arguments[1].toTensor()});
+    stack->emplace_back(at::index(same[0], {same[1]}));
+    return true;
+  }
+  if (name != "aten::index" && name != "aten::_index_put_impl_") return false;
+  c10::IValue& indices = (*stack)[stack->size() - count + 1];
+  c10::List<std::optional<at::Tensor>> places;
+  for (const std::optional<at::Tensor>& index : indices.toOptionalTensorVector()) {
+    const bool mask = index && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte);
+    if (!mask) {
+      places.push_back(index);
+      continue;
+    }
+    const at::Tensor& self = (*stack)[stack->size() - count].toTensor();
+    const at::Tensor nonzero = at::nonzero(index->to(self.device()));
+    for (std::int64_t dim = 0; dim < index->dim(); ++dim) places.push_back(nonzero.select(1, dim));
+  }
+  indices = places;
+  return false;
 }
 
 // What the host may read of the results.

@@ -4,7 +4,8 @@
 // [Note: both kernels]
 // torch's own CUDA kernel runs first: its host code allocates results and scratch to the byte, and what it
 // launches is empty. If all tensors of the call are known (numbers.h), the host's kernel of the operator then
-// runs on the same memory. Operators whose result's shape depends on numbers run on the host alone.
+// runs on the same memory. Operators whose result's shape depends on numbers run on the host alone, but for
+// an index by masks: it is one by the places of their true elements, which are read first.
 #pragma once
 
 #include <ATen/core/boxing/KernelFunction.h>
@@ -21,6 +22,8 @@ class EmptyKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack);
 
  private:
+  // What the operator is in other words, where its masks have to be read; true: its values are on the stack.
+  bool RunReworded(const c10::OperatorHandle& op, c10::Stack* stack);
   void Settle(const c10::OperatorHandle& op, const c10::Stack& arguments, std::span<c10::IValue> results);
 
   c10::SafeKernelFunction original_;

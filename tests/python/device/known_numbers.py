@@ -54,6 +54,41 @@ def routing_is_balanced() -> None:
     assert product.shape == (65536, 256)
 
 
+def masks_are_read() -> None:
+    bulk = torch.randn(100_000, 64, device=CUDA)
+    mask = torch.arange(100_000, device=CUDA) % 4 == 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert bulk[mask].shape == (25_000, 64) and torch.masked_select(bulk, mask[:, None]).shape == (25_000 * 64,)
+    bulk[mask] = torch.randn(25_000, 64, device=CUDA)
+    bulk[mask] = 0.0
+    ids = torch.arange(100_000, device=CUDA)
+    ids[mask] = -1
+    assert ids[:5].tolist() == [-1, 1, 2, 3, -1] and ids[~mask].numel() == 75_000
+    gathered = bulk[torch.arange(400_000, device=CUDA) % 7]
+    assert gathered.shape == (400_000, 64) and (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10 < 64
+
+
+def graphs_are_captured() -> None:
+    weight, side = torch.randn(1024, 1024, device=CUDA), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = weight @ weight
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            assert torch.cuda.is_current_stream_capturing()
+            other = result + 1
+        torch.cuda.current_stream().wait_stream(side)
+    assert not torch.cuda.is_current_stream_capturing()
+    private = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != (0, 0)]
+    assert sum(segment["allocated_size"] for segment in private) >= 2 * result.nbytes
+    graph.replay()
+    torch.cuda.synchronize()
+    del result, other
+    graph.reset()
+    with torch.cuda.stream(side):
+        assert not torch.cuda.is_current_stream_capturing()
+
+
 def training_goes_on() -> None:
     embedding = torch.nn.Embedding(1000, 512).cuda()
     optimizer = torch.optim.AdamW(embedding.parameters(), fused=True)
@@ -125,7 +160,8 @@ def peers_give_what_this_rank_gives() -> None:
 
 
 def main() -> None:
-    for check in (integers_are_real, bulk_reads_as_zero, routing_is_balanced, training_goes_on, host_initialisation_touches_no_page):
+    checks = (integers_are_real, bulk_reads_as_zero, routing_is_balanced, masks_are_read, graphs_are_captured, training_goes_on)
+    for check in (*checks, host_initialisation_touches_no_page):
         check()
     # Without peers a split does not know its ranks: groups are made anew.
     distributed_c10d._get_split_source = lambda *_: None
