@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     result = ArgumentParser(prog="shardplan rehearse", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]")
     result.add_argument("--gpus", type=_count, metavar="N", help="ranks of the job (default: as many as the command starts)")
     result.add_argument("--rank", type=_not_negative, default=0, metavar="R", help="the rank that is run (default: 0)")
-    result.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
+    result.add_argument("--gpus-per-node", type=_count, metavar="N", help="devices that the script sees, at most --gpus (default: 8; 1 for a script without a launcher and --gpus)")
     result.add_argument("--cluster", type=file_name, default=DEFAULT_CLUSTER, metavar="FILE|NAME", help=f"whose device it is: a file, a shipped one, or a device (default: {DEFAULT_CLUSTER})")
     result.add_argument("--device-memory", type=bytes_of, metavar="BYTES", help="what the device has, as 80GB or 40GiB, in place of the cluster's")
     result.add_argument("--steps", type=_not_negative, default=3, metavar="N", help="optimizer steps, then the script is ended; 0: it runs to its own end (default: 3)")

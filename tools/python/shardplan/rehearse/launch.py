@@ -15,6 +15,7 @@ from pathlib import Path
 from .device import NCCL_BYTES, Device
 
 _SITE = Path(__file__).resolve().parent / "site"
+_GPUS_PER_NODE = 8
 _END_SECONDS = 10  # that a command which is ended may take
 _MOST_RUNS = 64  # of ranks that have to come first
 
@@ -29,7 +30,7 @@ class Asked:
     device: Device
     library_folder: Path
     gpus: int | None
-    gpus_per_node: int
+    gpus_per_node: int | None
     steps: int
     history: bool
     snapshot: str | None
@@ -43,12 +44,14 @@ class Outcome:
 
 
 def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until: str | None) -> dict[str, str]:
+    per_node = min(asked.gpus_per_node or _GPUS_PER_NODE, asked.gpus or 1 << 20)
     run = {
         "folder": str(folder),
         "messages": str(messages),
         "rank": rank,
         "gpus": asked.gpus,
-        "gpus_per_node": asked.gpus_per_node,
+        "gpus_per_node": per_node,
+        "devices_alone": per_node if asked.gpus or asked.gpus_per_node else 1,
         "steps": asked.steps,
         "context_bytes": asked.device.context_bytes,
         "nccl_bytes": NCCL_BYTES,
@@ -68,7 +71,7 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "PYTHONPATH": _first(_SITE, environment.get("PYTHONPATH")),
         "SHARDPLAN_DEVICE_MODE": "null",
         "SHARDPLAN_DEVICE_BYTES": str(asked.device.memory_bytes),
-        "SHARDPLAN_DEVICE_COUNT": str(asked.gpus_per_node),
+        "SHARDPLAN_DEVICE_COUNT": str(per_node),
         "SHARDPLAN_DEVICE_NAME": asked.device.name,
         "SHARDPLAN_REHEARSE": json.dumps(run),
         # Nobody of these would find a peer.
