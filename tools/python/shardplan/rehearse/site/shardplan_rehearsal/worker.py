@@ -19,6 +19,8 @@ def watch() -> None:
     imports.behind("torch.distributed.fsdp._fully_shard._fsdp_param_group", _patch("modules", "patch_fsdp"))
     imports.behind("torch.distributed.checkpoint.state_dict_saver", _patch("checkpoints", "patch_saver"))
     imports.behind("torch.distributed.checkpoint.state_dict_loader", _patch("checkpoints", "patch_loader"))
+    imports.behind("torch._inductor.runtime.benchmarking", _patch("timings", "patch_inductor"))
+    imports.behind("triton.testing", _patch("timings", "patch_triton"))
     imports.behind("safetensors.torch", _patch("checkpoints", "patch_safetensors"))
 
 
