@@ -108,7 +108,8 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
     sys.stdout.flush()
     with files.scratch_folder() as scratch:
         snapshot = str(scratch / "snapshot.pickle") if options.snapshot else None
-        asked = Asked(command, device, folder, options.gpus, options.gpus_per_node, options.steps, not options.no_history or bool(options.report or options.html), snapshot)
+        history = not options.no_history or bool(options.report or options.html or snapshot)
+        asked = Asked(command, device, folder, options.gpus, options.gpus_per_node, options.steps, history, snapshot)
         outcome = Rehearsal(asked, scratch, say).of_rank(options.rank)
         code = _tell(outcome, device, command)
         result = outcome.told.get("result")
@@ -131,7 +132,7 @@ def _tell(outcome: Outcome, device: Device, command: list[str]) -> int:
     result = told.get("result")
     if result is None:
         return _no_result(outcome, command)
-    if result["backwards"] or result["steps"] or result["error"]:
+    if result["backwards"] or result["allocated_bytes"]:
         print(text.text_of(result, device), flush=True)
     error = result["error"]
     if error is not None and error["out_of_memory"]:

@@ -118,20 +118,25 @@ class Rehearsal:
         environment = environment_of(self._asked, rank, folder, self._messages, until)
         with open(log if until else os.devnull, "wb") as output:
             quiet = {"stdout": output, "stderr": subprocess.STDOUT} if until else {}
-            code = _finished(subprocess.Popen(self._asked.words, env=environment, **quiet))
+            code = _finished(subprocess.Popen(self._asked.words, env=environment, start_new_session=True, **quiet))
         told = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
         last = log.read_text(errors="replace").splitlines()[-8:] if until else []
         return Outcome(code, told, "\n".join(last))
 
 
 def _finished(process: subprocess.Popen) -> int:
-    """Its exit code. It is ended where this command is."""
+    """Its exit code. It leads a session: what it has started ends with it, and with this command."""
     try:
         return process.wait()
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+            _signal(process, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
-            process.kill()
-            process.wait()
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
