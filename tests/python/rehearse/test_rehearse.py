@@ -6,8 +6,10 @@ import os
 import pathlib
 import pickle
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT, build_folder
@@ -17,7 +19,7 @@ PHASES = ["setup"] + ["forward", "backward", "optimizer"] * 3
 MEMORY_BYTES = 84_943_962_112  # of the shipped h100_sxm
 
 
-def rehearse(*arguments, **environment):
+def start(*arguments, **environment):
     """arguments: of the command, and behind -- what it rehearses."""
     library = os.environ.get("SHARDPLAN_DEVICE_LIBRARY_FOLDER", build_folder() / "device")
     if not (pathlib.Path(library) / "libshardplan_device.so").exists():
@@ -30,7 +32,16 @@ def rehearse(*arguments, **environment):
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         **environment,
     }
-    return subprocess.run([sys.executable, "-m", "shardplan.rehearse", *map(str, arguments)], capture_output=True, text=True, env=own, timeout=300)
+    return subprocess.Popen([sys.executable, "-m", "shardplan.rehearse", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own)
+
+
+def rehearse(*arguments, **environment):
+    process = start(*arguments, **environment)
+    try:
+        said = process.communicate(timeout=300)
+    finally:
+        process.terminate()
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 def rows_of(text):
@@ -165,6 +176,19 @@ def test_bad_input_says_what_to_do(arguments, code, said):
     done = rehearse(*arguments)
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
     assert done.stdout == ""
+
+
+def test_what_the_command_started_ends_with_it(tmp_path):
+    process = start("--", "bash", "-c", f"sleep 300 & echo $! > {tmp_path / 'pid'}; wait")
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGTERM
+    assert not pathlib.Path(f"/proc/{pid}/cmdline").exists() or b"sleep" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_an_interpreter_without_torch_is_named(tmp_path):

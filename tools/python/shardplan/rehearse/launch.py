@@ -34,6 +34,7 @@ class Asked:
     steps: int
     history: bool
     snapshot: str | None
+    routing: tuple[float, ...] | None  # shares of the experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "library_folder": str(asked.library_folder),
     }
     environment = dict(os.environ)
-    for name in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDPLAN_REHEARSE_WORKER"):
+    for name in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDPLAN_REHEARSE_WORKER", "SHARDPLAN_DEVICE_ROUTING", "SHARDPLAN_DEVICE_POISON"):
         environment.pop(name, None)
     environment.setdefault("WANDB_MODE", "disabled")
     return {
@@ -116,22 +117,31 @@ class Rehearsal:
         folder.mkdir()
         log = folder / "output"
         environment = environment_of(self._asked, rank, folder, self._messages, until)
+        if self._asked.routing is not None:
+            shares = self._scratch / "routing"
+            shares.write_text("\n".join(map(repr, self._asked.routing)) + "\n")
+            environment["SHARDPLAN_DEVICE_ROUTING"] = str(shares)
         with open(log if until else os.devnull, "wb") as output:
             quiet = {"stdout": output, "stderr": subprocess.STDOUT} if until else {}
-            code = _finished(subprocess.Popen(self._asked.words, env=environment, **quiet))
+            code = _finished(subprocess.Popen(self._asked.words, env=environment, start_new_session=True, **quiet))
         told = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
         last = log.read_text(errors="replace").splitlines()[-8:] if until else []
         return Outcome(code, told, "\n".join(last))
 
 
 def _finished(process: subprocess.Popen) -> int:
-    """Its exit code. It is ended where this command is."""
+    """Its exit code. It leads a session: what it has started ends with it, and with this command."""
     try:
         return process.wait()
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+            _signal(process, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
-            process.kill()
-            process.wait()
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
