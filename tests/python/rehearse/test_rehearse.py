@@ -110,7 +110,7 @@ def test_outputs_are_a_valid_report_a_page_and_torchs_snapshot(everything, shard
 
 
 def test_another_rank_receives_what_rank_0_sends(tmp_path):
-    done = rehearse("--gpus", 64, "--rank", 5, "--steps", 1, "--", "torchrun", SCRIPTS / "everything.py", tmp_path)
+    done = rehearse("--gpus", 64, "--rank", 5, "--steps", 1, "--", "torchrun", SCRIPTS / "everything.py", tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 0 is rehearsed first: rank 5 receives an object of it" in done.stderr
     assert "mesh [('replicate', 0, 8), ('shard', 5, 8)]" in done.stdout

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of the rehearsed rank: the pieces that are put in place as the script imports what they change."""
+"""The process of the rehearsed rank: the pieces that are put in place as the script imports what they change.
+
+[Note: a warm process] The pieces ask for the run, and whether this process is the rank, when they act. So a process may import torch with them in place, and
+be forked for each run: the fork sets SHARDPLAN_REHEARSE, SHARDPLAN_REHEARSE_WORKER and run._run (to None) before the device is used. Only whether a history
+is kept is asked at the import.
+"""
 
 from __future__ import annotations
 
