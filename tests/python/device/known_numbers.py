@@ -68,6 +68,15 @@ def masks_are_read() -> None:
     assert gathered.shape == (400_000, 64) and (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10 < 64
 
 
+def freed_integers_leave_the_host() -> None:
+    held = lambda: int(open("/proc/self/statm", encoding="ascii").read().split()[1]) >> 8  # MiB
+    before = held()
+    many = torch.arange(1 << 24, device=CUDA)
+    assert many[-1].item() == (1 << 24) - 1 and held() - before >= 128
+    del many
+    assert held() - before < 64
+
+
 def graphs_are_captured() -> None:
     weight, side = torch.randn(1024, 1024, device=CUDA), torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
@@ -170,7 +179,7 @@ def peers_give_what_this_rank_gives() -> None:
 
 
 def main() -> None:
-    checks = (integers_are_real, bulk_reads_as_zero, routing_is_balanced, masks_are_read, graphs_are_captured, training_goes_on)
+    checks = (integers_are_real, bulk_reads_as_zero, routing_is_balanced, masks_are_read, freed_integers_leave_the_host, graphs_are_captured, training_goes_on)
     for check in (*checks, host_initialisation_touches_no_page):
         check()
     # Without peers a split does not know its ranks: groups are made anew.
