@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 def main() -> None:
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_node_local_rank())
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     with torch.device("cuda"):
         model = llama.model()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -22,6 +22,7 @@ def main() -> None:
         optimizer=optimizer,
         device_mesh=mesh,
         dp_shard_dim="dp",
+        tp_dim="tp",
         fsdp_unit_modules=[LlamaDecoderLayer],
         zero_dp_strategy="optim_grads_params",
     )
