@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# In the wheel without torch: the sources that are compiled where a torch is (executor/at_hand), in shardplan/building/sources,
+# In the wheel without torch: the sources of adapter and device that are compiled where a torch is (executor/at_hand), in shardplan/building/sources,
 # and what they link that needs no torch, compiled here: the component adapter.
 set(parts ${CMAKE_BINARY_DIR}/libshardplan_parts.a)
 file(GENERATE OUTPUT ${CMAKE_BINARY_DIR}/parts.mri
@@ -26,6 +26,8 @@ install(DIRECTORY executor/ DESTINATION ${sources}/executor COMPONENT adapter
         FILES_MATCHING PATTERN "*.h" PATTERN "*.cc" PATTERN "*/CMakeLists.txt" PATTERN "at_hand" EXCLUDE
         PATTERN "run/options.cc" EXCLUDE PATTERN "src/replay/*.cc" EXCLUDE PATTERN "src/virtual" EXCLUDE
         PATTERN "src/training/libtorch" EXCLUDE PATTERN "src/training/recorder" EXCLUDE)
+install(DIRECTORY device/ DESTINATION ${sources}/device COMPONENT adapter
+        FILES_MATCHING PATTERN "*.h" PATTERN "*.cc" PATTERN "CMakeLists.txt")
 # torch's ProcessGroupGloo.hpp includes gloo's headers, which torch does not bring.
 find_path(SHARDPLAN_GLOO gloo/algorithm.h REQUIRED)
 install(DIRECTORY ${SHARDPLAN_GLOO}/gloo DESTINATION ${sources}/third_party COMPONENT adapter FILES_MATCHING PATTERN "*.h")

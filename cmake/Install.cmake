@@ -17,6 +17,12 @@ function(shardplan_install_run destination rpath)
   endif()
 endfunction()
 
+# Whoever preloads the library makes the links (libcuda.so.1) where it needs them: a wheel has none.
+function(shardplan_install_device destination component)
+  install(TARGETS shardplan_device shardplan_device_kernels LIBRARY DESTINATION ${destination} COMPONENT ${component})
+  install(FILES ${CMAKE_BINARY_DIR}/device/torch_version DESTINATION ${destination} COMPONENT ${component})
+endfunction()
+
 if(SKBUILD AND NOT SHARDPLAN_EXECUTOR)
   shardplan_install_commands(${SKBUILD_SCRIPTS_DIR})
   install(DIRECTORY tools/clusters/ DESTINATION ${SKBUILD_DATA_DIR}/share/shardplan/clusters COMPONENT wheel
@@ -31,6 +37,9 @@ if(SKBUILD)
   set(site_packages "$ORIGIN/../lib/python${Python3_VERSION_MAJOR}.${Python3_VERSION_MINOR}/site-packages")
   shardplan_install_run(${SKBUILD_SCRIPTS_DIR} "${site_packages}/torch/lib;${site_packages}/nvidia/cu13/lib;${site_packages}/nvidia/nccl/lib")
   install(TARGETS _shardplan LIBRARY DESTINATION . COMPONENT wheel)
+  if(TARGET shardplan_device)
+    shardplan_install_device(_shardplan_device wheel)
+  endif()
   return()
 endif()
 
@@ -47,6 +56,9 @@ install(DIRECTORY schemas/json DESTINATION ${share} FILES_MATCHING PATTERN "*.js
 if(TARGET _shardplan)
   set_target_properties(_shardplan PROPERTIES INSTALL_RPATH "${torch_library_dirs}")
   install(TARGETS _shardplan LIBRARY DESTINATION ${share}/python)
+endif()
+if(TARGET shardplan_device)
+  shardplan_install_device(${share}/python/_shardplan_device Unspecified)
 endif()
 
 set(package ${CMAKE_INSTALL_LIBDIR}/cmake/shardplan)

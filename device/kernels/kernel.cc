@@ -18,6 +18,15 @@
 #include "device/runtime/software_device.h"
 
 namespace shardplan::softdevice {
+
+bool ReadsNumbers(const c10::OperatorHandle& op) {
+  return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+}
+
+bool IsWritten(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
 namespace {
 
 // torch moves the indices of these itself.
@@ -34,10 +43,6 @@ bool IsGenerator(const c10::Argument& argument) {
   if (type->kind() == c10::TypeKind::GeneratorType) return true;
   const auto optional = type->cast<c10::OptionalType>();
   return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
-}
-
-bool IsWritten(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
 // The arguments of the call, changed by `tensors`; devices become `device`, generators `numbers` or nothing.
@@ -113,19 +118,29 @@ class Call {
   c10::Stack Run() {
     TORCH_CHECK(WhatIsBroken().empty(), "CUDA error: the device in software is broken: ", WhatIsBroken());
     std::optional<c10::Stack> shapes = Shapes();
-    return shapes ? RunQueued(*shapes) : RunNow();
+    if (shapes) return RunQueued(*shapes);
+    return RunNow([&](std::function<void()> work) { Queue(device_, schema().name(), std::move(work)); });
   }
 
- private:
-  const c10::FunctionSchema& schema() const { return op_.schema(); }
+  // The same, computed before it returns.
+  c10::Stack RunAtOnce() {
+    return RunNow([](const std::function<void()>& work) { work(); });
+  }
+
+  // Writes what the host's kernel gives where the results of the device's kernel are.
+  void ComputeInto(const c10::Stack& results) {
+    c10::Stack stack = OnHostWithNumbers();
+    const c10::Stack targets = Targets(results);
+    AdaptToHost(op_, stack);
+    CallPlainly(op_, stack);
+    CopyResults(stack, targets);
+  }
 
   // New values as meta tensors, after the tensors that are written have got their new shapes. Nothing: only
   // the kernel itself tells.
   std::optional<c10::Stack> Shapes() {
     if (!op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return std::nullopt;
-    if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output)) {
-      return std::nullopt;
-    }
+    if (ReadsNumbers(op_)) return std::nullopt;
     for (const c10::Argument& output : schema().returns()) {
       const c10::TypeKind kind = output.type()->kind();
       if (kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType) return std::nullopt;
@@ -142,6 +157,15 @@ class Call {
       ForEachTensor(arguments_[i], [&](const at::Tensor& tensor) { SetShape(tensor, on_meta(tensor)); });
     }
     return stack;
+  }
+
+ private:
+  const c10::FunctionSchema& schema() const { return op_.schema(); }
+
+  c10::Stack OnHostWithNumbers() {
+    TensorMap on_host(OnHost);
+    return Changed(schema(), arguments_, on_host, c10::Device(c10::kCPU),
+                   NumbersFor(schema(), arguments_, device_));
   }
 
   // The device's new tensors; an argument in place of what is one.
@@ -167,9 +191,7 @@ class Call {
 
   c10::Stack RunQueued(const c10::Stack& shapes) {
     c10::Stack results = Results(shapes);
-    TensorMap on_host(OnHost);
-    c10::Stack stack = Changed(schema(), arguments_, on_host, c10::Device(c10::kCPU),
-                               NumbersFor(schema(), arguments_, device_));
+    c10::Stack stack = OnHostWithNumbers();
     Queue(device_, schema().name(),
           [op = op_, stack = std::move(stack), targets = Targets(results)]() mutable {
             AdaptToHost(op, stack);
@@ -179,14 +201,13 @@ class Call {
     return results;
   }
 
-  // Where the result's shape depends on numbers, or is a number: waits for the stream.
-  c10::Stack RunNow() {
+  // Where the result's shape depends on numbers, or is a number: waits for the stream. `queue` takes the
+  // copies of the results to the device.
+  c10::Stack RunNow(const std::function<void(std::function<void()>)>& queue) {
     const c10::cuda::CUDAGuard guard(device_);
     TORCH_CHECK(FinishStream(c10::cuda::getCurrentCUDAStream(device_.index()).stream()),
                 "CUDA error: ", WhatIsBroken());
-    TensorMap on_host(OnHost);
-    c10::Stack stack = Changed(schema(), arguments_, on_host, c10::Device(c10::kCPU),
-                               NumbersFor(schema(), arguments_, device_));
+    c10::Stack stack = OnHostWithNumbers();
     // An out argument takes any shape: a new tensor of the host does.
     std::vector<std::pair<at::Tensor, at::Tensor>> outs;
     for (std::size_t i = 0; i < arguments_.size(); ++i) {
@@ -198,7 +219,7 @@ class Call {
     CallPlainly(op_, stack);
     for (const auto& [device_tensor, host_tensor] : outs) SetShape(device_tensor, host_tensor);
     c10::Stack results = Results(stack);
-    Queue(device_, schema().name(), [outs = HostOuts(outs), stack, targets = Targets(results)] {
+    queue([outs = HostOuts(outs), stack, targets = Targets(results)] {
       for (const auto& [to, from] : outs) to.copy_(from);
       CopyResults(stack, targets);
     });
@@ -256,6 +277,20 @@ void RunKernel(const c10::OperatorHandle& op, c10::Stack* stack) {
   const std::size_t count = op.schema().arguments().size();
   Call call(op, torch::jit::pop(*stack, count));
   for (c10::IValue& value : call.Run()) stack->push_back(std::move(value));
+}
+
+c10::Stack RunAtOnce(const c10::OperatorHandle& op, c10::Stack arguments) {
+  const ForTheDevice computes;
+  return Call(op, std::move(arguments)).RunAtOnce();
+}
+
+void ComputeInto(const c10::OperatorHandle& op, c10::Stack arguments, const c10::Stack& results) {
+  const ForTheDevice computes;
+  Call(op, std::move(arguments)).ComputeInto(results);
+}
+
+std::optional<c10::Stack> ShapesOf(const c10::OperatorHandle& op, c10::Stack arguments) {
+  return Call(op, std::move(arguments)).Shapes();
 }
 
 }  // namespace shardplan::softdevice

@@ -45,6 +45,8 @@ std::uint64_t Mix(std::uint64_t seed, std::uint64_t offset) {
 
 }  // namespace
 
+thread_local int ForTheDevice::depth_ = 0;
+
 at::Tensor TensorMap::operator()(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   at::Tensor& changed = changed_[tensor.unsafeGetTensorImpl()];

@@ -34,6 +34,19 @@ at::Tensor OnHost(const at::Tensor& tensor);
 // Its shape without memory. A scalar of the host stays what it is.
 at::Tensor OnMeta(const at::Tensor& tensor);
 
+// While one exists, the host's kernels of this thread work for the device, and compute whatever their size.
+class ForTheDevice {
+ public:
+  ForTheDevice() { ++depth_; }
+  ~ForTheDevice() { --depth_; }
+  ForTheDevice(const ForTheDevice&) = delete;
+  ForTheDevice& operator=(const ForTheDevice&) = delete;
+  static bool IsTrue() { return depth_ > 0; }
+
+ private:
+  static thread_local int depth_;
+};
+
 // Calls the operator's kernel below autograd and all modes, whatever this thread has set.
 void CallPlainly(const c10::OperatorHandle& op, c10::Stack& stack);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Puts the host's kernels in the place of torch's CUDA kernels.
+// Puts the host's kernels in the place of torch's CUDA kernels; where nothing computes, beside them.
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -16,6 +16,7 @@
 #include <string_view>
 #include <utility>
 
+#include "device/kernels/empty_call.h"
 #include "device/kernels/kernel.h"
 #include "device/kernels/special.h"
 #include "device/runtime/software_device.h"
@@ -92,9 +93,40 @@ void Replace(const c10::OperatorName& name) {
       nullptr, "device in software"));
 }
 
-void Register() {
-  Silence silence;
-  const c10::WarningUtils::WarningHandlerGuard guard(&silence);
+template <typename Kernel>
+void PutBefore(c10::DispatchKey key, const c10::OperatorHandle& op) {
+  static auto* const kept = new std::vector<c10::RegistrationHandleRAII>();
+  kept->push_back(c10::Dispatcher::singleton().registerImpl(
+      op.operator_name(), key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op)),
+      std::nullopt, nullptr, "device in software"));
+}
+
+template <typename Kernel>
+void PutBeforeAll(c10::DispatchKey key) {
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  std::vector<c10::OperatorName> names = dispatcher.getRegistrationsForDispatchKey(key);
+  names.push_back({"aten::copy_", ""});  // registered for all devices together
+  for (const c10::OperatorName& name : names) {
+    const bool reads_number = name.name == "aten::_local_scalar_dense";
+    if (!name.name.starts_with("aten::") ||
+        (std::ranges::find(kReal, name.name) != kReal.end() && !reads_number)) {
+      continue;
+    }
+    const auto op = dispatcher.findSchema(name);
+    if (op && !IsView(op->schema())) PutBefore<Kernel>(key, *op);
+  }
+}
+
+// Where nothing computes.
+void RegisterEmpty() {
+  PutBeforeAll<EmptyKernel>(c10::DispatchKey::CUDA);
+  PutBeforeAll<QuietKernel>(c10::DispatchKey::CPU);
+  // cuDNN is not there.
+  at::globalContext().setUserEnabledCuDNN(false);
+  at::globalContext().setSDPUseCuDNN(false);
+}
+
+void RegisterOnHost() {
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
   int replaced = 0;
   std::vector<c10::OperatorName> names = dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA);
@@ -121,6 +153,12 @@ void Register() {
   context.setSDPUseFlash(false);
   context.setSDPUseMemEfficient(false);
   context.setSDPUseCuDNN(false);
+}
+
+void Register() {
+  Silence silence;
+  const c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  ComputesNothing() ? RegisterEmpty() : RegisterOnHost();
 }
 
 }  // namespace

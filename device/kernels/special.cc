@@ -14,8 +14,11 @@
 namespace shardplan::softdevice {
 
 // CUDA keeps a layer norm's statistics in float; the host in the input's dtype, unless the weight has
-// another.
+// another. The host has no histogram of integers.
 void AdaptToHost(const c10::OperatorHandle& op, c10::Stack& stack) {
+  if (op.schema().name() == "aten::histc" && !stack[0].toTensor().is_floating_point()) {
+    stack[0] = stack[0].toTensor().to(at::kDouble);
+  }
   if (op.schema().name() != "aten::native_layer_norm_backward") return;
   const at::ScalarType input = stack[1].toTensor().scalar_type();
   const bool mixed =

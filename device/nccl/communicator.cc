@@ -9,14 +9,15 @@
 #include <thread>
 #include <utility>
 
+#include "device/nccl/played.h"
+
 namespace shardplan::softdevice {
 namespace {
 
 constexpr std::chrono::microseconds kPoll{50};
 constexpr std::chrono::milliseconds kPeerCheck{50};
 
-// Where nothing computes there are no peers: a communicator of any size is ready, and this process its rank
-// 0.
+// Where nothing computes there are no peers (played.h): a communicator of any size is ready at once.
 bool IsAlone() { return TheSettings().null; }
 
 }  // namespace
@@ -55,7 +56,9 @@ void Communicator::Join() {
 // With the lock held. The ranks of this one's colour, by key and then by rank in the parent.
 bool Communicator::FindGroup() {
   if (IsAlone()) {
+    // Nobody says who else has this color.
     ranks_ = parent_->ranks();
+    rank_ = parent_->rank();
     return true;
   }
   SharedHead& head = parent_->file_->head();
@@ -174,6 +177,7 @@ void Communicator::Launch(std::vector<Operation> operations, const std::shared_p
                 : op.kind == OpKind::kReceive ? next_received_[peer]++
                                               : next_number_++;
   }
+  if (IsAlone()) PlayPeers(operations, rank_, ranks_);
   // NCCL launches the work of one communicator in the order of the calls, whatever the streams. Where nothing
   // computes only streams order it, so that what a host knows is what the program alone makes certain.
   Task task = {NameOf(operations.front().kind), IsAlone() ? std::vector<Point>() : std::vector{last_}, {}};

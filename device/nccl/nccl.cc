@@ -354,7 +354,8 @@ ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t dtype, int peer, nc
 ncclResult_t ncclCommInitAll(ncclComm_t*, int, const int*) { return ncclInvalidUsage; }
 ncclResult_t ncclCommInitRankScalable(ncclComm_t* handle, int ranks, int rank, int ids, ncclUniqueId* id,
                                       ncclConfig_t* config) {
-  return ids == 1 ? ncclCommInitRankConfig(handle, ranks, *id, rank, config) : ncclInvalidUsage;
+  const bool one_file = ids == 1 || TheSettings().null;  // without peers no id is read
+  return one_file ? ncclCommInitRankConfig(handle, ranks, *id, rank, config) : ncclInvalidUsage;
 }
 ncclResult_t ncclCommShrink(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) {
   return ncclInvalidUsage;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "device/runtime/memory.h"
+#include "device/runtime/software_device.h"
 #include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
@@ -24,11 +25,21 @@ bool KindFits(const void* dst, const void* src, cudaMemcpyKind kind) {
   return IsDevice(dst) == to_device && IsDevice(src) == from_device;
 }
 
-// Where nothing computes, a number that the host reads is zero; whole tensors are left as they are.
-cudaError_t CopyNothing(const std::shared_ptr<Stream>& stream, void* dst, std::size_t bytes) {
-  constexpr std::size_t kNumbersBytes = 4096;
+thread_local bool reads_zeros = false;
+constexpr std::size_t kNumbersBytes = 4096;
+
+// Where nothing computes, a few numbers are copied when the copy is issued; whole tensors are left as they
+// are. (What tensors of integers hold, the kernels' plug-in copies.)
+cudaError_t CopyNothing(const std::shared_ptr<Stream>& stream, void* dst, const void* src,
+                        std::size_t bytes) {
   const Point point = EnqueueData(stream, "memcpy", {});
-  if (!IsDevice(dst) && bytes <= kNumbersBytes) std::memset(dst, 0, bytes);
+  if (bytes <= kNumbersBytes) {
+    if (reads_zeros && !IsDevice(dst)) {
+      std::memset(dst, 0, bytes);
+    } else {
+      std::memmove(dst, src, bytes);
+    }
+  }
   if (IsPageable(dst)) Engine::Get().Wait(point);
   return cudaSuccess;
 }
@@ -48,7 +59,7 @@ cudaError_t CopyOn(const std::shared_ptr<Stream>& stream, void* dst, const void*
     Explain(cudaErrorInvalidValue, "a copy beyond the end of an allocation");
     return cudaErrorInvalidValue;
   }
-  if (TheSettings().null) return CopyNothing(stream, dst, bytes);
+  if (TheSettings().null) return CopyNothing(stream, dst, src, bytes);
   if (IsPageable(src)) {
     const auto* begin = static_cast<const unsigned char*>(src);
     auto staged = std::make_shared<std::vector<unsigned char>>(begin, begin + bytes);
@@ -70,6 +81,7 @@ cudaError_t SetOn(const std::shared_ptr<Stream>& stream, void* pointer, int valu
     return cudaErrorInvalidValue;
   }
   (void)EnqueueData(stream, "memset", [=] { std::memset(pointer, value, bytes); });
+  if (TheSettings().null && bytes <= kNumbersBytes) std::memset(pointer, value, bytes);
   return cudaSuccess;
 }
 
@@ -79,6 +91,9 @@ cudaError_t Synchronously(cudaError_t issued) {
 }
 
 }  // namespace
+
+void ReadZeros(bool zeros) { reads_zeros = zeros; }
+
 }  // namespace shardplan::softdevice
 
 using namespace shardplan::softdevice;  // NOLINT: the rest of the file is cudart's interface

@@ -102,6 +102,7 @@ void EnqueueKernel(cudaStream_t stream, const std::string& name, std::function<v
 
 bool FinishStream(cudaStream_t stream) { return cudaStreamSynchronize(stream) == cudaSuccess; }
 std::string WhatIsBroken() { return Engine::Get().WhatBrokeIt(); }
+bool ComputesNothing() { return TheSettings().null; }
 bool PoisonsMemory() { return TheSettings().poison; }
 void PoisonMemory(void* pointer, std::size_t bytes) { Poison(pointer, bytes); }
 
@@ -138,7 +139,7 @@ void LoadThem() {
 
 void LoadKernels() {
   static std::atomic<bool> begun = false;
-  if (TheSettings().null || begun || !TorchIsThere() || begun.exchange(true)) return;
+  if (begun || !TorchIsThere() || begun.exchange(true)) return;
   LoadThem();
 }
 
@@ -170,7 +171,7 @@ cudaError_t cudaSetDevice(int device) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (device < 0 || device >= TheSettings().devices) return Answer(cudaErrorInvalidDevice);
   *properties = {};
-  std::snprintf(properties->name, sizeof(properties->name), "shardplan device in software");
+  std::snprintf(properties->name, sizeof(properties->name), "%s", TheSettings().name.c_str());
   properties->totalGlobalMem = TheSettings().capacity_bytes;
   properties->sharedMemPerBlock = 48 << 10;
   properties->sharedMemPerBlockOptin = 227 << 10;

@@ -13,6 +13,7 @@
 // null: tasks have no content. null:slow: as lazy, but only what a waiting host needs is ever done.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -49,6 +50,8 @@ class Stream {
   Stream(int device, int priority) : device(device), priority(priority) {}
   const int device;
   const int priority;
+  // The capture that takes what is issued here; 0: none.
+  std::atomic<unsigned long long> capture = 0;
 
  private:
   friend class Engine;

@@ -29,6 +29,7 @@ Settings Read() {
   if (const char* bytes = std::getenv("SHARDPLAN_DEVICE_BYTES")) {
     settings.capacity_bytes = NumberOf("SHARDPLAN_DEVICE_BYTES", bytes);
   }
+  if (const char* name = std::getenv("SHARDPLAN_DEVICE_NAME")) settings.name = name;
   if (const char* poison = std::getenv("SHARDPLAN_DEVICE_POISON")) {
     settings.poison = NumberOf("SHARDPLAN_DEVICE_POISON", poison) != 0;
   }

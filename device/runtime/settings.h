@@ -4,12 +4,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace shardplan::softdevice {
 
 struct Settings {
   int devices = 8;                                     // SHARDPLAN_DEVICE_COUNT
   std::size_t capacity_bytes = std::size_t{80} << 30;  // SHARDPLAN_DEVICE_BYTES, of each device
+  std::string name = "shardplan device in software";   // SHARDPLAN_DEVICE_NAME
   // SHARDPLAN_DEVICE_MODE=inline, lazy:SEED, null or null:slow.
   bool lazy = false;
   std::uint64_t seed = 0;

@@ -18,6 +18,10 @@ SHARDPLAN_DEVICE_API void EnqueueKernel(cudaStream_t stream, const std::string& 
 SHARDPLAN_DEVICE_API bool FinishStream(cudaStream_t stream);
 // What broke the device; empty: nothing.
 SHARDPLAN_DEVICE_API std::string WhatIsBroken();
+// Is this null mode?
+SHARDPLAN_DEVICE_API bool ComputesNothing();
+// Null mode: a number that this thread reads from a device from now on is 0 (true), or what its memory holds.
+SHARDPLAN_DEVICE_API void ReadZeros(bool zeros);
 // Does memory that is handed out get the poison?
 SHARDPLAN_DEVICE_API bool PoisonsMemory();
 SHARDPLAN_DEVICE_API void PoisonMemory(void* pointer, std::size_t bytes);

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -18,6 +19,7 @@ struct Event {
   Point point;
   std::shared_ptr<double> reached_ms;  // when the work was done; of the latest record
   bool timing = true;
+  std::atomic<unsigned long long> capture = 0;  // of the stream that it was recorded on
   int device = 0;  // that was current when it was made; it is recorded on streams of no other
 };
 

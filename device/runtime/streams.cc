@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // cudart: streams, events and host functions.
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <set>
@@ -122,21 +123,96 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return Answer(cudaSuccess);
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return Answer(cudaSuccess);
-}
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+// [Note: graphs]
+// Where nothing computes, a capture is a number: the streams that it takes have it, so that the allocator
+// uses its private pool. What is issued meanwhile is done as ever, and a graph that is launched is work
+// without content. In the other modes a graph would have to do its work again: captures are refused.
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
                                      size_t* count) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id != nullptr) *id = 0;
+  const std::shared_ptr<Stream> stream = StreamOf(handle);
+  if (stream == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  const unsigned long long capture = stream->capture;
+  *status = capture == 0 ? cudaStreamCaptureStatusNone : cudaStreamCaptureStatusActive;
+  if (id != nullptr) *id = capture;
+  if (graph != nullptr) *graph = reinterpret_cast<cudaGraph_t>(capture);
+  if (nodes != nullptr) *nodes = nullptr;
+  if (edges != nullptr) *edges = nullptr;
   if (count != nullptr) *count = 0;
   return Answer(cudaSuccess);
 }
-cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
-  Explain(cudaErrorNotSupported, "no graphs are captured");
-  return Answer(cudaErrorNotSupported);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  return cudaStreamGetCaptureInfo(stream, status, nullptr, nullptr, nullptr, nullptr, nullptr);
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+  static std::atomic<unsigned long long> next = 1;
+  if (!TheSettings().null) {
+    Explain(cudaErrorNotSupported, "no graphs are captured");
+    return Answer(cudaErrorNotSupported);
+  }
+  const std::shared_ptr<Stream> stream = StreamOf(handle);
+  if (stream == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  stream->capture = next++;
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t, const cudaGraphNode_t*,
+                                          const cudaGraphEdgeData*, size_t, cudaStreamCaptureMode mode) {
+  return cudaStreamBeginCapture(stream, mode);
+}
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t*, const cudaGraphEdgeData*,
+                                                size_t, unsigned int) {
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
+  const std::shared_ptr<Stream> stream = StreamOf(handle);
+  if (stream == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  const unsigned long long capture = stream->capture;
+  if (capture == 0) return Answer(cudaErrorIllegalState);
+  Handles& handles = TheHandles();
+  const std::lock_guard lock(handles.mutex);
+  const auto leave = [&](const std::shared_ptr<Stream>& of) {
+    if (of->capture == capture) of->capture = 0;
+  };
+  for (const auto& [key, of] : handles.streams) leave(of);
+  for (const auto& [key, of] : handles.default_streams) leave(of);
+  if (graph != nullptr) *graph = reinterpret_cast<cudaGraph_t>(capture);
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+  *executable = reinterpret_cast<cudaGraphExec_t>(graph);
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph,
+                                          unsigned long long flags) {
+  return cudaGraphInstantiate(executable, graph, flags);
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) {
+  *count = 1;
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*,
+                                         size_t* count) {
+  *count = 0;
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t stream) {
+  const std::shared_ptr<Stream> on = StreamOf(stream);
+  if (on == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  (void)EnqueueData(on, "graph", {});
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t) { return Answer(cudaSuccess); }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return Answer(cudaSuccess); }
+cudaError_t cudaGraphDebugDotPrint(cudaGraph_t, const char*, unsigned int) { return Answer(cudaSuccess); }
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void*, cudaHostFn_t, unsigned int, unsigned int) {
+  static int anything = 0;
+  *object = reinterpret_cast<cudaUserObject_t>(&anything);
+  return Answer(cudaSuccess);
+}
+cudaError_t cudaUserObjectRelease(cudaUserObject_t, unsigned int) { return Answer(cudaSuccess); }
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t, cudaUserObject_t, unsigned int, unsigned int) {
+  return Answer(cudaSuccess);
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned int flags) {
@@ -172,6 +248,7 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
   const std::lock_guard lock(event->mutex);
   event->point = point;
   event->reached_ms = reached;
+  event->capture = stream->capture.load();
   return Answer(cudaSuccess);
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned int) {
@@ -183,6 +260,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, 
   const std::shared_ptr<Stream> stream = StreamOf(stream_handle);
   if (event == nullptr || stream == nullptr) return Answer(cudaErrorInvalidResourceHandle);
   const Point point = PointOf(*event);
+  // Who waits for what is captured is captured.
+  if (event->capture != 0 && point.stream != nullptr && point.stream->capture == event->capture) {
+    stream->capture = event->capture.load();
+  }
   if (point.stream != nullptr) {
     (void)Engine::Get().Enqueue(stream, {"wait for an event", {point}, [] { return true; }});
   }

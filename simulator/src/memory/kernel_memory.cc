@@ -324,9 +324,16 @@ bool UsesCublasLt(const OperatorEvent& op, std::span<const Bytes> read, std::spa
   return !matrix || element == 2;
 }
 
+// torch/_native/ops/bmm_outer_product: a batch of products of a column and a row is a kernel of Triton, which
+// is there wherever torch's CUDA wheels are. The products have as many multiplications as results.
+bool IsOuterProduct(const OperatorEvent& op, std::span<const Bytes> written) {
+  return op.name == "aten.bmm" && !written.empty() && op.flops * SizeBytes(op.dtype) == 2 * written[0].value;
+}
+
 // CUDABlasHandleWithWorkspace and CublasLtWorkspace: behind the output, for as long as the product is issued.
 std::vector<KernelStep> Product(const OperatorEvent& op, std::span<const Bytes> read,
                                 std::span<const Bytes> written, const Device& device) {
+  if (IsOuterProduct(op, written)) return {};
   constexpr Bytes kOfCublasLt{1 << 20};  // parseCUDABlasLtWorkspaceSize
   KernelStep workspace = {.bytes = CublasWorkspaceBytes(device.name), .workspace = true};
   if (UsesCublasLt(op, read, written)) workspace.bytes = kOfCublasLt;

@@ -24,11 +24,15 @@ add_library(_shardplan MODULE module.cc)
 set_target_properties(_shardplan PROPERTIES PREFIX "" LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/python)
 add_executable(shardplan-run run.cc)
 set_target_properties(shardplan-run PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+add_library(shardplan_device SHARED EXCLUDE_FROM_ALL module.cc)
+add_library(shardplan_device_kernels SHARED EXCLUDE_FROM_ALL module.cc)
+set_target_properties(shardplan_device shardplan_device_kernels PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/device)
+file(WRITE ${CMAKE_BINARY_DIR}/device/torch_version "2.15.0\n")
 """,
     "module.cc": "int answer() { return 42; }\n",
     "run.cc": '#include <cstdio>\nint main(int count, char** words) { for (int i = 1; i < count; ++i) std::puts(words[i]); }\n',
 }
-TORCH = {"__init__.py": "from . import version\n__version__ = '2.15.0+cpu'\n", "version.py": "git_version = 'abc'\ncuda = None\n"}
+TORCH = {"__init__.py": "from .version import __version__\n", "version.py": "__version__ = '2.15.0+cpu'\ngit_version = 'abc'\ncuda = None\n"}
 ASK = "from shardplan.building import *\ntry:\n  b = built()\n  print(b.module)\nexcept NotBuilt as error:\n  print('NotBuilt:', error)\n"
 
 
@@ -76,9 +80,21 @@ def test_ranks_that_come_together_compile_once(place):
     assert ask(place)[0] == said[0][0].strip() and compiled(place) == 1  # and is kept
 
 
+def test_the_device_is_compiled_apart_for_a_torch_with_cuda(place):
+    device = ASK.replace("b = built()\n  print(b.module)", "print(built_device())")
+    said = ask(place, code=device)[0]
+    assert said.startswith("NotBuilt: torch 2.15.0+cpu is built without CUDA") and "pip install torch==2.15.0 (no GPU is needed)" in said
+    (place / "site" / "torch" / "version.py").write_text("__version__ = '2.15.0+cu130'\ngit_version = 'abc'\ncuda = '13.0'\n")
+    folder = pathlib.Path(ask(place, code=device)[0])
+    there = ["built.json", "libshardplan_device.so", "libshardplan_device_kernels.so", "torch_version"]
+    assert sorted(path.name for path in folder.iterdir()) == there
+    assert ask(place, code=device)[0] == str(folder) and compiled(place) == 1
+    assert pathlib.Path(ask(place)[0]).parent != folder and compiled(place) == 2
+
+
 def test_what_is_kept_belongs_to_sources_torch_and_compiler(place):
     first = ask(place)[0]
-    (place / "site" / "torch" / "version.py").write_text("git_version = 'of another size: bytecode is kept by second and size'\ncuda = None\n")
+    (place / "site" / "torch" / "version.py").write_text("__version__ = '2.15.0+cpu'\ngit_version = 'of another size: bytecode is kept by second and size'\ncuda = None\n")
     second = ask(place)[0]
     (place / "site" / "shardplan" / "building" / "sources" / "module.cc").write_text("int answer() { return 43; }\n")
     third = ask(place)[0]
@@ -183,7 +199,7 @@ def test_the_last_word_is_told_where_nobody_complains(place):
 def test_a_folder_that_cannot_be_written_is_an_error_with_a_way_out(place):
     (place / "file").write_text("")
     said = ask(place, SHARDPLAN_CACHE=str(place / "file" / "cache"))[0]
-    assert said.startswith("NotBuilt: the compiled adapter cannot be kept in ") and "set SHARDPLAN_CACHE to a folder that can be written" in said
+    assert said.startswith("NotBuilt: what is compiled cannot be kept in ") and "set SHARDPLAN_CACHE to a folder that can be written" in said
 
 
 def test_one_that_is_kept_is_read_where_nothing_can_be_written(place):

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `trace`, `calibrate`, `sweep`, `doctor` and `conformance` (Python, most need torch) and `run` (C++, needs
-// LibTorch) live in programs of their own, so that the command itself builds without either.
+// `trace`, `calibrate`, `sweep`, `rehearse`, `doctor` and `conformance` (Python, most need torch) and `run`
+// (C++, needs LibTorch) live in programs of their own, so that the command itself builds without either.
 #include <fmt/format.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -138,6 +138,13 @@ void AddDoctorCommand(CLI::App& app, Invocation& invocation) {
 void AddSweepCommand(CLI::App& app, Invocation& invocation) {
   RunInPython(
       AddDelegate(app, "sweep", "Plan and simulate many configurations; the largest or smallest that fits"),
+      invocation);
+}
+
+void AddRehearseCommand(CLI::App& app, Invocation& invocation) {
+  RunInPython(
+      AddDelegate(app, "rehearse",
+                  "Run any training script as one rank of N without a GPU, and say what memory it takes"),
       invocation);
 }
 

@@ -18,6 +18,7 @@ from shardplan import versions
 
 EXIT_ENVIRONMENT = 4
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Controls, separators of lines, marks of direction, and bytes that are no UTF-8 (surrogates): as schemas/printable.h has them.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -67,6 +68,14 @@ def file_name(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("names no file")
     return text
+
+
+def bytes_of(text: str) -> int:
+    """The type of an argument that is a size: 80GiB, 80GB, 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
+    if not match or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text}: expected bytes, as 80GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _escape(match: re.Match) -> str:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled adapters on disk: a folder for each set of what they depend on, made whole or not at all, once for the ranks of a node."""
+"""What was compiled, on disk: a folder for each set of what they depend on, made whole or not at all, once for the ranks of a node."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -23,12 +22,6 @@ _WHOLE = "built.json"  # written last
 _TELL_AFTER_S = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Built:
-    module: Path  # _shardplan.SOABI.so
-    program: Path  # shardplan-run
-
-
 def cache_folder() -> Path:
     """$SHARDPLAN_CACHE, else shardplan in the user's cache folder (XDG)."""
     if given := os.environ.get("SHARDPLAN_CACHE"):
@@ -36,17 +29,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardplan"
 
 
-def kept(facts: tuple[str, ...], compiler: str) -> Built | None:
+def kept(facts: tuple[str, ...], compiler: str) -> Path | None:
+    """The folder of what was compiled of these."""
     return _kept(_folder(facts, compiler))
 
 
-def kept_of_any_compiler(facts: tuple[str, ...]) -> Built | None:
+def kept_of_any_compiler(facts: tuple[str, ...]) -> Path | None:
     """For a machine without one that reads the folder of another machine."""
     folders = _folder(facts, "").parent.glob(f"{_digest(*facts)}-*")
     return next((found for folder in sorted(folders) if (found := _kept(folder)) is not None), None)
 
 
-def get(facts: tuple[str, ...], compiler: str, make: Callable[[Path], None]) -> Built:
+def get(facts: tuple[str, ...], compiler: str, make: Callable[[Path], None]) -> Path:
     """What is kept for these. make(folder): leaves it in the folder; the NotBuilt that it raises is raised in the processes that waited for it, too."""
     folder = _folder(facts, compiler)
     if (found := _kept(folder)) is None:
@@ -66,12 +60,12 @@ def _digest(*facts: str) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _kept(folder: Path) -> Built | None:
+def _kept(folder: Path) -> Path | None:
     """None, too, where a file is not what was made: a part of a module that is mapped ends the process without a word."""
     try:
         names = json.loads((folder / _WHOLE).read_text())
         whole = all(_digest_of(folder / name) == digest for name, digest in names["sha256"].items())
-        return Built(folder / names["module"], folder / names["program"]) if whole else None
+        return folder if whole else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -80,7 +74,7 @@ def _digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _made(folder: Path, facts: tuple[str, ...], make: Callable[[Path], None]) -> Built:
+def _made(folder: Path, facts: tuple[str, ...], make: Callable[[Path], None]) -> Path:
     for left in (folder, *folder.parent.glob(f"{folder.name}.part*")):  # by a process that was killed: no other has the lock
         shutil.rmtree(left, ignore_errors=True)
     part = folder.with_name(f"{folder.name}.part{os.getpid()}")
@@ -91,9 +85,7 @@ def _made(folder: Path, facts: tuple[str, ...], make: Callable[[Path], None]) ->
         except NotBuilt as error:
             files.write_text(_failure(folder), str(error))
             raise
-        (module,) = part.glob("_shardplan*.so")
-        program = part / "shardplan-run"
-        names = {"module": module.name, "program": program.name, "sha256": {path.name: _digest_of(path) for path in (module, program)}, "facts": facts}
+        names = {"sha256": {path.name: _digest_of(path) for path in sorted(part.iterdir())}, "facts": facts}
         files.write_text(part / _WHOLE, json.dumps(names, indent=1) + "\n")
         part.rename(folder)
     finally:
@@ -122,7 +114,7 @@ def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, files.CannotWrite) as error:
-        raise NotBuilt(f"the compiled adapter cannot be kept in {folder.parent} ({getattr(error, 'strerror', None) or error}): set SHARDPLAN_CACHE to a folder that can be written, or "
+        raise NotBuilt(f"what is compiled cannot be kept in {folder.parent} ({getattr(error, 'strerror', None) or error}): set SHARDPLAN_CACHE to a folder that can be written, or "
                        "run `shardplan doctor --build` where this one can") from error
 
 
@@ -138,6 +130,6 @@ def _locked(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 if not told and time.monotonic() - begin > _TELL_AFTER_S:
                     told = True
-                    print("shardplan: waits for another process that compiles the adapter", file=sys.stderr, flush=True)
+                    print("shardplan: waits for another process that compiles the same", file=sys.stderr, flush=True)
                 time.sleep(0.2)
         yield

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import re
 import shutil
@@ -23,8 +24,21 @@ _STEPS = re.compile(rb"\[(\d+)/(\d+)\](?!.*\[\d+/\d+\])")
 _FAULT = re.compile(r"error:|error \w+:|undefined reference|cannot find|Killed|No space left")
 
 
-def compile_into(folder: Path, facts: machine.Facts, compiler: machine.Compiler) -> None:
-    """Leaves the module and shardplan-run in the folder. NotBuilt: with the compiler's first complaint, and where its whole log is."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Something that is compiled by itself."""
+
+    title: str
+    targets: tuple[str, ...]  # of Ninja; empty: all
+    files: tuple[str, ...]  # patterns in the build folder: what is left of it
+
+
+ADAPTER = Part("the adapter", (), ("python/_shardplan*.so", "bin/shardplan-run"))
+DEVICE = Part("the device in software", ("shardplan_device", "shardplan_device_kernels"), ("device/libshardplan_device*.so", "device/torch_version"))
+
+
+def compile_into(folder: Path, part: Part, facts: machine.Facts, compiler: machine.Compiler) -> None:
+    """Leaves the part's files in the folder. NotBuilt: with the compiler's first complaint, and where its whole log is."""
     machine.check_python_headers()
     cmake, ninja = machine.program("cmake"), machine.program("ninja")
     work, log = folder / "work", folder.parent / f"{folder.name.split('.')[0]}.log"
@@ -32,10 +46,10 @@ def compile_into(folder: Path, facts: machine.Facts, compiler: machine.Compiler)
                  "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_CXX_FLAGS_RELEASE={machine.FLAGS}", f"-DSHARDPLAN_TORCH_DIR={facts.torch_folder}",
                  f"-DPython3_EXECUTABLE={sys.executable}", f"-DPython3_INCLUDE_DIR={sysconfig.get_path('include')}"]
     begin = time.monotonic()
-    _say(f"compiling the adapter for torch {facts.torch}, {facts.python}, with {compiler.title}: once, a minute or two on two processors")
-    _run([str(word) for word in configure], log, begin)
-    _run([ninja, "-C", str(work), "-j", str(machine.jobs())], log, begin)
-    for made in (*(work / "python").glob("_shardplan*.so"), work / "bin" / "shardplan-run"):
+    _say(f"compiling {part.title} for torch {facts.torch}, {facts.python}, with {compiler.title}: once, a minute or two on two processors")
+    _run([str(word) for word in configure], part, log, begin)
+    _run([ninja, "-C", str(work), "-j", str(machine.jobs()), *part.targets], part, log, begin)
+    for made in [path for pattern in part.files for path in work.glob(pattern)]:
         made.rename(folder / made.name)
     shutil.rmtree(work)
     _say(f"compiled in {time.monotonic() - begin:.0f} s, kept in {folder.parent}")
@@ -45,7 +59,7 @@ def _say(text: str) -> None:
     print(f"shardplan: {text}", file=sys.stderr, flush=True)
 
 
-def _run(command: list[str], log: Path, begin: float) -> None:
+def _run(command: list[str], part: Part, log: Path, begin: float) -> None:
     told, libc = time.monotonic(), ctypes.CDLL(None)
 
     def ends_with_this_process() -> None:
@@ -65,7 +79,7 @@ def _run(command: list[str], log: Path, begin: float) -> None:
                 child.terminate()
                 child.wait()
     if child.returncode != 0:
-        raise NotBuilt(f"the adapter does not compile: {_complaint(log)} (the whole log: {log})")
+        raise NotBuilt(f"{part.title} does not compile: {_complaint(log)} (the whole log: {log})")
 
 
 def _environment() -> dict[str, str]:

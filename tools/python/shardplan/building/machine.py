@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
+import importlib.util
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
-from shardplan.installing import why_no_torch
+from shardplan.installing import has_torch, how_to_install, why_no_torch
 
 from .errors import NotBuilt
 
@@ -53,17 +54,16 @@ class Facts:
     flags: str
 
 
-def facts() -> Facts:
-    """Imports torch."""
-    if problem := why_no_torch():
+def facts(imports_torch: bool = True) -> Facts:
+    """imports_torch=False: what torch's version file says is believed, which takes no seconds."""
+    if problem := why_no_torch() if imports_torch else "" if has_torch() else f"torch is not installed: {how_to_install('torch')}":
         raise NotBuilt(problem)
-    import torch
-
+    folder = Path(importlib.util.find_spec("torch").origin).resolve().parent
+    version = runpy.run_path(str(folder / "version.py"))
     machines = sorted(path.name for path in (SOURCES / "lib").iterdir())
     if sys.platform != "linux" or platform.machine() not in machines:
         raise NotBuilt(f"this shardplan is for {' and '.join(machines)} (found {platform.machine()}, {sys.platform}): pip install --force-reinstall shardplan")
-    folder = Path(torch.__file__).resolve().parent
-    return Facts(digest(SOURCES), torch.__version__, str(torch.version.git_version), str(folder), str(torch.version.cuda), sysconfig.get_config_var("SOABI"), FLAGS)
+    return Facts(digest(SOURCES), str(version["__version__"]), str(version["git_version"]), str(folder), str(version["cuda"]), sysconfig.get_config_var("SOABI"), FLAGS)
 
 
 def digest(folder: Path) -> str:

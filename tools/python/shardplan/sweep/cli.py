@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 from shardplan import files
-from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, built_command, file_name, printable_name
+from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, built_command, bytes_of, file_name, printable_name
 from shardplan.sweep import configurations, page, parquet, rows
 from shardplan.sweep.configurations import Configuration
 from shardplan.sweep.evaluate import Evaluator
@@ -29,17 +29,13 @@ examples:
 
 What follows -- goes to every `shardplan plan`. A sweep that was killed goes on with the rows that its file lacks.
 exit codes: 0 done, 1 nothing fits, 2 usage, 3 bad input, 4 environment"""
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def _budget(text: str) -> str:
     """As `--memory-budget` of shardplan optimize."""
     if text == "device":
         return text
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
-    if not match or match[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text}: expected bytes, as 80GiB")
-    return str(int(float(match[1]) * _UNITS[match[2]]))
+    return str(bytes_of(text))
 
 
 def _list(text: str) -> list[str]:

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host reads on a device on which nothing computes (device/kernels/numbers.h, device/nccl/played.h)."""
+
+import sys
+
+from conftest import ROOT, on_device
+
+
+def test_small_numbers_are_real_and_peers_are_played():
+    done = on_device([sys.executable, str(ROOT / "tests" / "python" / "device" / "known_numbers.py")], "null")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["all", "checks", "hold"]
+
+
+def test_a_histogram_of_experts_is_followed(tmp_path):
+    (tmp_path / "histogram.csv").write_text("4,2,1,1\n0,0,0,0\n")
+    program = """
+import torch
+torch.cuda.device_count()
+experts = torch.randn(8192, 8, device="cuda").topk(2, -1).indices
+assert all(len(set(row)) == 2 for row in experts.tolist())
+print(torch.bincount(experts.flatten(), minlength=8).tolist(), torch.randn(8192, 4, device="cuda").argmax(-1).bincount().tolist())
+"""
+    done = on_device([sys.executable, "-c", program], "null", SHARDPLAN_DEVICE_ROUTING=str(tmp_path / "histogram.csv"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Two of a token's experts: expert 0 can have every token at most. Other numbers of experts are balanced.
+    assert done.stdout.strip() == "[8192, 4096, 2048, 2048, 0, 0, 0, 0] [2048, 2048, 2048, 2048]"
+
+
+def test_a_histogram_without_numbers_is_refused(tmp_path):
+    (tmp_path / "histogram.csv").write_text("expert,tokens\n")
+    program = "import torch; torch.randn(8192, 8, device='cuda').topk(2, -1)"
+    done = on_device([sys.executable, "-c", program], "null", SHARDPLAN_DEVICE_ROUTING=str(tmp_path / "histogram.csv"))
+    assert done.returncode == 2
+    assert "histogram.csv: expected numbers of at least 0, not all 0" in done.stderr

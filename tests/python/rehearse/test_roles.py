@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process is, and where steps and phases begin and end: without torch."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+from conftest import ROOT, build_folder
+
+SITE = ROOT / "tools" / "python" / "shardplan" / "rehearse" / "site"
+sys.path[:0] = [str(ROOT / "tools" / "python"), str(SITE)]
+from shardplan.rehearse.device import NCCL_BYTES
+from shardplan_rehearsal import phases, roles, run
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher"),
+    [
+        (["python", "/venv/bin/torchrun", "train.py"], True),
+        (["python", "-m", "torch.distributed.run", "train.py"], True),
+        (["python", "-u", "-X", "dev", "-m", "torch.distributed.launch"], True),
+        (["python", "/venv/bin/accelerate", "launch", "train.py"], True),
+        (["python", "/venv/bin/deepspeed", "train.py"], True),
+        (["python", "-u", "train.py", "-m", "torch.distributed.run"], False),
+        (["python", "-m", "torchtitan.train"], False),
+        (["python", "-c", "pass"], False),
+        (["python"], False),
+    ],
+)
+def test_launchers_are_known_by_their_words(words, launcher):
+    assert roles._is_launcher(words) == launcher
+
+
+def recorder_of(steps, monkeypatch):
+    """A recorder that reads no device, and the list that it ends in."""
+    monkeypatch.setattr(run, "_run", types.SimpleNamespace(steps=steps))
+    nothing = types.SimpleNamespace(_cuda_memoryStats=None, _cuda_resetPeakMemoryStats=None)
+    torch = types.SimpleNamespace(_C=nothing, cuda=types.SimpleNamespace(is_initialized=lambda: False), distributed=types.SimpleNamespace(is_available=lambda: False))
+    recorder = phases.Recorder(torch)
+    done = []
+    recorder.when_done = lambda: done.append(recorder.steps_done)
+    return recorder, done
+
+
+def play(recorder, events):
+    """f: a module runs, B: a backward, O: an optimizer steps, (O): one inside a backward, [B]: a backward inside an optimizer's step."""
+    optimizer = types.SimpleNamespace(param_groups=[], state={})
+    actions = {
+        "f": [recorder.module_runs],
+        "B": [recorder.backward_begins, recorder.backward_ends],
+        "O": [lambda: recorder.optimizer_begins(optimizer), lambda: recorder.optimizer_ends(optimizer)],
+        "(": [recorder.backward_begins],
+        ")": [recorder.backward_ends],
+        "[": [lambda: recorder.optimizer_begins(optimizer)],
+        "]": [lambda: recorder.optimizer_ends(optimizer)],
+    }
+    for event in events:
+        for action in actions[event]:
+            action()
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ("fBO fBO f", [(0, "setup"), (1, "forward"), (1, "backward"), (1, "optimizer"), (2, "forward"), (2, "backward"), (2, "optimizer"), (3, "forward")]),
+        ("fBfBO", [(0, "setup"), (1, "forward"), (1, "backward"), (1, "forward"), (1, "backward"), (1, "optimizer"), (1, "optimizer")]),
+        ("fBOO f", [(0, "setup"), (1, "forward"), (1, "backward"), (1, "optimizer"), (1, "optimizer"), (2, "forward")]),
+        ("f(O) f", [(0, "setup"), (1, "forward"), (1, "backward"), (2, "forward")]),
+        ("f[fB] f", [(0, "setup"), (1, "forward"), (1, "optimizer"), (2, "forward")]),
+        ("BO", [(0, "setup"), (1, "forward"), (1, "backward"), (1, "optimizer"), (1, "optimizer")]),
+        ("", [(0, "setup")]),
+    ],
+)
+def test_stretches_of_a_run(events, expected, monkeypatch):
+    recorder, _ = recorder_of(0, monkeypatch)
+    play(recorder, events.replace(" ", ""))
+    recorder.end()
+    assert [(stretch.step, stretch.phase) for stretch in recorder.stretches] == expected
+
+
+def test_the_run_ends_when_the_step_behind_the_last_begins(monkeypatch):
+    recorder, done = recorder_of(2, monkeypatch)
+    play(recorder, "fBOfBO")
+    assert done == []
+    recorder.module_runs()
+    assert done == [2]
+
+
+def test_a_process_without_torch_runs_as_ever_and_the_next_sitecustomize_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('behind')")
+    (tmp_path / "torch.py").write_text("__version__ = 'mine'")
+    (tmp_path / "colorsys.py").write_text("found = True")
+    environment = {"PYTHONPATH": f"{SITE}:{tmp_path}", "SHARDPLAN_REHEARSE": "{}", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", "import sys, colorsys; print(colorsys.found, 'json' in sys.modules)"], capture_output=True, text=True, env=environment, check=False)
+    assert (done.stdout, done.stderr) == ("behind\nTrue False\n", "")
+
+
+def test_nccl_takes_what_shardplan_memory_says(shardplan, tmp_path):
+    if not (build_folder() / "bin" / "shardplan").exists():
+        pytest.skip("no command")
+    shardplan("plan", ROOT / "examples" / "three_layers" / "trace.json", "--ranks", 8, "--unit", "layers.*", "-q", "-o", tmp_path / "plan.json")
+    assert f"{NCCL_BYTES}" in shardplan("memory", tmp_path / "plan.json", "-q").stdout.replace(",", "")

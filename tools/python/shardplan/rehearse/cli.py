@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `python -m shardplan.rehearse` (`shardplan rehearse`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+
+from shardplan import files
+from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, bytes_of, file_name, printable_name
+from shardplan.terminal import complain
+
+from . import page, report, text
+from .device import DEFAULT_CLUSTER, BadCluster, Device, NoDevice, device_folder, device_of, with_links
+from .launch import Asked, NeedsTooMuch, Outcome, Rehearsal
+
+_EXIT_DOES_NOT_FIT, _EXIT_USAGE, _EXIT_BAD_INPUT = 1, 2, 3
+_DESCRIPTION = """\
+Run a training script, as it is, as one rank of a job of any size without a GPU, and print what torch.cuda says of its memory: by step and phase, and
+the peak by category and module. Nothing is computed; torch's own allocator runs. The other ranks are played: each does what this one does."""
+_EPILOG = """\
+examples:
+  shardplan rehearse --gpus 64 -- torchrun train.py --batch 4
+  shardplan rehearse --gpus 64 --rank 5 --cluster h100 --html memory.html -- accelerate launch train.py
+  shardplan rehearse --device-memory 40GB --snapshot rank0.pickle -- python train.py
+  shardplan rehearse --gpus 256 --steps 0 --report measured.json -- bash run.sh
+
+exit codes: 0 done, 1 out of memory, 2 usage, 3 bad input (the script ended before a step), 4 environment (no torch, no device); another error of the script: its own exit code"""
+
+
+def _count(words: str) -> int:
+    if not words.isdecimal() or not 1 <= int(words) <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{words}: expected a number from 1 to {1 << 20}")
+    return int(words)
+
+
+def _not_negative(words: str) -> int:
+    if not words.isdecimal() or int(words) > 1 << 20:
+        raise argparse.ArgumentTypeError(f"{words}: expected a number from 0 to {1 << 20}")
+    return int(words)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = ArgumentParser(prog="shardplan rehearse", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]")
+    result.add_argument("--gpus", type=_count, metavar="N", help="ranks of the job (default: as many as the command starts)")
+    result.add_argument("--rank", type=_not_negative, default=0, metavar="R", help="the rank that is run (default: 0)")
+    result.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
+    result.add_argument("--cluster", type=file_name, default=DEFAULT_CLUSTER, metavar="FILE|NAME", help=f"whose device it is: a file, a shipped one, or a device (default: {DEFAULT_CLUSTER})")
+    result.add_argument("--device-memory", type=bytes_of, metavar="BYTES", help="what the device has, as 80GB or 40GiB, in place of the cluster's")
+    result.add_argument("--steps", type=_not_negative, default=3, metavar="N", help="optimizer steps, then the script is ended; 0: it runs to its own end (default: 3)")
+    result.add_argument("--report", type=file_name, metavar="FILE", help="write a report (shardplan.report/1)")
+    result.add_argument("--snapshot", type=file_name, metavar="FILE", help="write PyTorch's own memory snapshot (a pickle, for pytorch.org/memory_viz)")
+    result.add_argument("--html", type=file_name, metavar="FILE", help="write a page: steps, the curve of allocated memory, the peak by category and module")
+    result.add_argument("--no-history", action="store_true", help="do not record the allocator's history: no categories and modules, less time")
+    result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
+    return result
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    separator = words.index("--") if "--" in words else len(words)
+    options = parser().parse_args(words[:separator])
+    command = words[separator + 1 :]
+    if not command:
+        parser().error("what to rehearse is missing: the command that starts the training goes behind --, as in shardplan rehearse --gpus 64 -- torchrun train.py")
+    if options.gpus is not None and options.rank >= options.gpus:
+        parser().error(f"--rank {options.rank}: of {options.gpus} ranks the last is {options.gpus - 1}")
+    try:
+        _check_outputs(options, command)
+        return _rehearse(options, command)
+    except files.OutputIsInput as error:
+        return _fail(_EXIT_USAGE, str(error))
+    except (BadCluster, NeedsTooMuch) as error:
+        return _fail(_EXIT_BAD_INPUT, str(error))
+    except (NoCommand, NoDevice, files.CannotWrite) as error:
+        return _fail(EXIT_ENVIRONMENT, str(error))
+
+
+def _fail(code: int, message: str) -> int:
+    complain("shardplan rehearse", f"error: {message}")
+    return code
+
+
+def _check_outputs(options: argparse.Namespace, command: list[str]) -> None:
+    """Before any work: every output can be written, and is no input and no other output."""
+    inputs = [word for word in [options.cluster, *command] if os.path.isfile(word)]
+    written = [path for path in (options.report, options.snapshot, options.html) if path]
+    for i, path in enumerate(written):
+        files.check_output(path, inputs)
+        if os.path.realpath(path) in map(os.path.realpath, written[:i]) and path != os.devnull:
+            raise files.OutputIsInput(f"two outputs are one file (found {path} twice, expected another file)")
+
+
+def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
+    device = device_of(options.cluster, options.gpus, options.device_memory)
+    folder = device_folder()
+    if shutil.which(command[0]) is None:
+        return _fail(_EXIT_BAD_INPUT, f"{printable_name(command[0])}: no such program (expected one on the PATH, as torchrun, or a path to one)")
+
+    def say(line: str) -> None:
+        if not options.quiet:
+            print(f"shardplan rehearse: {printable_name(line)}", file=sys.stderr, flush=True)
+
+    sys.stdout.flush()
+    with files.scratch_folder() as scratch:
+        snapshot = str(scratch / "snapshot.pickle") if options.snapshot else None
+        asked = Asked(command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, not options.no_history or bool(options.report or options.html), snapshot)
+        outcome = Rehearsal(asked, scratch, say).of_rank(options.rank)
+        code = _tell(outcome, device, command)
+        result = outcome.told.get("result")
+        if result is not None and result["stretches"]:
+            if options.report:
+                files.write_text(options.report, json.dumps(report.report_of(result, device, command), indent=2) + "\n")
+            if options.html:
+                files.write_text(options.html, page.page(result, device, command))
+            if snapshot and os.path.exists(snapshot):
+                with files.replacing(options.snapshot) as file, open(snapshot, "rb") as dumped:
+                    shutil.copyfileobj(dumped, file.buffer)
+    return code
+
+
+def _tell(outcome: Outcome, device: Device, command: list[str]) -> int:
+    """Prints what became of it. The exit code."""
+    told = outcome.told
+    if (refused := told.get("refused")) is not None:
+        return _fail(refused["code"], printable_name(refused["message"]))
+    result = told.get("result")
+    if result is None:
+        return _no_result(outcome, command)
+    if result["backwards"] or result["steps"] or result["error"]:
+        print(text.text_of(result, device), flush=True)
+    error = result["error"]
+    if error is not None and error["out_of_memory"]:
+        return _EXIT_DOES_NOT_FIT
+    if error is not None:
+        complain("shardplan rehearse", text.error_line(error))
+        return outcome.code if outcome.code > 0 else _EXIT_BAD_INPUT
+    if result["end"] == "killed":
+        return _fail(_code_of(outcome) or _EXIT_BAD_INPUT, f"the rank's process ended behind step {result['steps']} without Python's exit (exit code {outcome.code})")
+    if result["steps"] == 0:
+        hint = "a backward ran, and no optimizer of torch.optim stepped" if result["backwards"] else "no backward ran"
+        return _fail(outcome.code if outcome.code > 0 else _EXIT_BAD_INPUT, f"the script ended before a step (exit code {outcome.code}): {hint}. Give it arguments with which it trains, and data for one step")
+    return 0 if result["end"] == "steps" or outcome.code == 0 else _code_of(outcome)
+
+
+def _code_of(outcome: Outcome) -> int:
+    return outcome.code if outcome.code >= 0 else 128 - outcome.code
+
+
+def _no_result(outcome: Outcome, command: list[str]) -> int:
+    told = outcome.told
+    if "torch" not in told and "no_torch" in told:
+        return _fail(EXIT_ENVIRONMENT, f"torch is not installed in {told['no_torch']['executable']}, the interpreter of the command: name one that has it")
+    if "torch" not in told:
+        why = f"it ended with exit code {outcome.code}" if outcome.code else "it ended well"
+        return _fail(_code_of(outcome) or _EXIT_BAD_INPUT, f"no Python process of {printable_name(command[0])} imported torch ({why}). Interpreters that ignore PYTHONPATH (-I, -E) cannot be rehearsed")
+    if outcome.code < 0:
+        return _fail(_code_of(outcome), f"the script was ended by {signal.Signals(-outcome.code).name} before a step")
+    return _fail(outcome.code or _EXIT_BAD_INPUT, f"the rank's process ended before a step, without Python's exit (exit code {outcome.code}): a launcher that is not known, or os._exit")

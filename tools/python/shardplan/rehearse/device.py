@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device that a script is rehearsed on: its library, its memory, and what of it the allocator does not get."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from shardplan import building
+from shardplan.command import built_command
+
+DEFAULT_CLUSTER = "h100_sxm"
+_LIBRARY = "libshardplan_device.so"
+_OPENED_AS = ("libcuda.so.1", "libnvidia-ml.so.1")
+# As NcclBufferBytes of the simulator has it: 16 channels with the receive buffers of the three protocols (simple, LL128, LL).
+NCCL_BYTES = 16 * ((4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
+
+
+class NoDevice(Exception):
+    """The device in software is not there."""
+
+
+class BadCluster(Exception):
+    """There is no such cluster, or it is no cluster document."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    cluster: str
+    name: str  # "H100 SXM 80GB"
+    memory_bytes: int
+    context_bytes: int
+
+
+def device_folder() -> Path:
+    """Where libshardplan_device.so is: $SHARDPLAN_DEVICE_LIBRARY_FOLDER, else the build of the command, else that of shardplan-torch beside this package; else it
+    is compiled for the torch of this interpreter, once. Raises NoDevice."""
+    if named := os.environ.get("SHARDPLAN_DEVICE_LIBRARY_FOLDER"):
+        candidates = [Path(named)]
+    else:
+        programs = os.environ.get("SHARDPLAN_PROGRAMS")
+        candidates = [Path(__file__).resolve().parents[2] / "_shardplan_device", *([Path(programs).parent / "device"] if programs else [])]
+    for folder in candidates:
+        if (folder / _LIBRARY).is_file():
+            return folder.resolve()
+    if not named and building.comes_with_sources():
+        try:
+            return building.built_device()
+        except building.NotBuilt as error:
+            raise NoDevice(str(error)) from error
+    looked = " and ".join(map(str, candidates))
+    raise NoDevice(f"the device in software is not built (looked for {_LIBRARY} in {looked}): tools/build dev builds it, for the torch at hand (one with CUDA; no GPU is needed)")
+
+
+def with_links(folder: Path, scratch: Path) -> Path:
+    """The folder, or one of links to its files, that also has the names by which torch opens the library."""
+    if all((folder / name).exists() for name in _OPENED_AS):
+        return folder
+    linked = scratch / "device"
+    linked.mkdir()
+    for path in folder.iterdir():
+        (linked / path.name).symlink_to(path)
+    for name in _OPENED_AS:
+        (linked / name).symlink_to(_LIBRARY)
+    return linked
+
+
+def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Device:
+    """cluster: a file, a shipped document or a device, as --cluster of the other commands. memory_bytes: in place of the cluster's. Raises BadCluster, NoCommand."""
+    path = _answer({"cluster": cluster, "ranks": gpus or 0}, "path")
+    document = json.loads(_answer({"document": path}, "text"))
+    device = document["device"]
+    return Device(document["name"], device["name"], memory_bytes or device["memory_bytes"], device.get("context_bytes", 0))
+
+
+def _answer(question: dict, field: str) -> str:
+    """Of `shardplan evaluate`, which knows the shipped clusters, and reads a document as every command does."""
+    asked = subprocess.run([built_command("rehearse"), "evaluate"], input=json.dumps(question) + "\n", capture_output=True, text=True, check=False)
+    answer = json.loads(asked.stdout.splitlines()[0]) if asked.stdout else {"error": asked.stderr.strip()}
+    if field not in answer:
+        raise BadCluster(str(answer.get("error", "no answer")).replace("cluster: shardplan: error: ", ""))
+    return answer[field]

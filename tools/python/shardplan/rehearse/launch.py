@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the user's command as it is, for one rank, on the device in software. Its processes tell what became of it in a folder (site/shardplan_rehearsal/run.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .device import NCCL_BYTES, Device
+
+_SITE = Path(__file__).resolve().parent / "site"
+_END_SECONDS = 10  # that a command which is ended may take
+_MOST_RUNS = 64  # of ranks that have to come first
+
+
+class NeedsTooMuch(Exception):
+    """Ranks wait for each other's objects without an end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    words: list[str]
+    device: Device
+    library_folder: Path
+    gpus: int | None
+    gpus_per_node: int
+    steps: int
+    history: bool
+    snapshot: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    code: int  # of the user's command; negative: the signal that ended it
+    told: Mapping[str, dict]  # "result", "refused", "torch", "no_torch", "needs", "sent"
+    output: str = ""  # of a rank that is rehearsed for another: its last lines
+
+
+def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until: str | None) -> dict[str, str]:
+    run = {
+        "folder": str(folder),
+        "messages": str(messages),
+        "rank": rank,
+        "gpus": asked.gpus,
+        "gpus_per_node": asked.gpus_per_node,
+        "steps": asked.steps,
+        "context_bytes": asked.device.context_bytes,
+        "nccl_bytes": NCCL_BYTES,
+        "history": asked.history and until is None,
+        "snapshot": asked.snapshot if until is None else None,
+        "until": until,
+        "library_folder": str(asked.library_folder),
+    }
+    environment = dict(os.environ)
+    for name in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDPLAN_REHEARSE_WORKER"):
+        environment.pop(name, None)
+    environment.setdefault("WANDB_MODE", "disabled")
+    return {
+        **environment,
+        "LD_PRELOAD": _first(asked.library_folder / "libshardplan_device.so", environment.get("LD_PRELOAD")),
+        "LD_LIBRARY_PATH": _first(asked.library_folder, environment.get("LD_LIBRARY_PATH")),
+        "PYTHONPATH": _first(_SITE, environment.get("PYTHONPATH")),
+        "SHARDPLAN_DEVICE_MODE": "null",
+        "SHARDPLAN_DEVICE_BYTES": str(asked.device.memory_bytes),
+        "SHARDPLAN_DEVICE_COUNT": str(asked.gpus_per_node),
+        "SHARDPLAN_DEVICE_NAME": asked.device.name,
+        "SHARDPLAN_REHEARSE": json.dumps(run),
+        # Nobody of these would find a peer.
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    }
+
+
+def _first(path: Path, rest: str | None) -> str:
+    return ":".join(filter(None, [str(path), rest]))
+
+
+class Rehearsal:
+    """The runs of one command: of the rank that is asked for, and before it of those whose objects it receives."""
+
+    def __init__(self, asked: Asked, scratch: Path, say: Callable[[str], None]) -> None:
+        self._asked, self._scratch, self._say = asked, scratch, say
+        self._messages = scratch / "messages"
+        self._messages.mkdir()
+        self._runs = 0
+
+    def of_rank(self, rank: int, until: str | None = None, waiting: tuple[int, ...] = ()) -> Outcome:
+        """until: ends with this message; the rank's own output is kept. Raises NeedsTooMuch."""
+        while True:
+            outcome = self._run(rank, until)
+            needs = outcome.told.get("needs")
+            if needs is None:
+                return outcome
+            sender = needs["rank"]
+            if sender in (*waiting, rank) or self._runs > _MOST_RUNS:
+                chain = ", ".join(str(one) for one in (*waiting, rank, sender))
+                raise NeedsTooMuch(f"ranks wait for each other's objects (found the chain {chain}; expected one that ends): no rank can be rehearsed first")
+            self._say(f"rank {sender} is rehearsed first: rank {rank} receives an object of it")
+            first = self.of_rank(sender, needs["message"], (*waiting, rank))
+            if "sent" not in first.told and not (self._messages / needs["message"]).exists():
+                raise NeedsTooMuch(f"rank {sender} ended without sending what rank {rank} receives of it (exit code {first.code}); its last lines:\n{first.output}")
+
+    def _run(self, rank: int, until: str | None) -> Outcome:
+        self._runs += 1
+        folder = self._scratch / f"run{self._runs}"
+        folder.mkdir()
+        log = folder / "output"
+        environment = environment_of(self._asked, rank, folder, self._messages, until)
+        with open(log if until else os.devnull, "wb") as output:
+            quiet = {"stdout": output, "stderr": subprocess.STDOUT} if until else {}
+            code = _finished(subprocess.Popen(self._asked.words, env=environment, **quiet))
+        told = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+        last = log.read_text(errors="replace").splitlines()[-8:] if until else []
+        return Outcome(code, told, "\n".join(last))
+
+
+def _finished(process: subprocess.Popen) -> int:
+    """Its exit code. It is ended where this command is."""
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            process.kill()
+            process.wait()

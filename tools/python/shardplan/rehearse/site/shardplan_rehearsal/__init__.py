@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rehearsed process does beside its own code. It runs in the interpreter of the script: it needs nothing of the package shardplan, and nothing of torch before the script imports it."""
+
+
+def begin() -> None:
+    """Waits for imports of torch, at the start of a Python process."""
+    from . import imports
+
+    imports.before("torch", _torch_comes)
+
+
+def _torch_comes() -> None:
+    from . import roles  # with all that it imports, and no earlier
+
+    roles.take()

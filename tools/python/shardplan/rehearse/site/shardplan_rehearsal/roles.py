@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process that imports torch is: a launcher, the rehearsed rank, or a child of it (a data loader's worker, a compiler's)."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from . import imports, launchers, worker
+from .rank import WORKER, environment_of
+from .run import the_run
+
+_LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "ds"}
+_LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli", "deepspeed.launcher.runner", "deepspeed"}
+
+
+def take() -> None:
+    """Called when torch is about to be imported."""
+    run = the_run()
+    imports.missing("torch", lambda: run.tell("no_torch", {"executable": sys.executable}))
+    launcher = _is_launcher(sys.orig_argv)
+    if not launcher and os.environ.get(WORKER) not in (None, str(os.getpid())):
+        return
+    launchers.watch()
+    if launcher:
+        imports.behind("torch", lambda _torch: run.tell("torch", {"executable": sys.executable}))
+        return
+    os.environ[WORKER] = str(os.getpid())
+    if "RANK" not in os.environ and (run.gpus or 1) > 1:
+        os.environ.update(environment_of(run.gpus or 1, min(run.gpus_per_node, run.gpus or 1)))
+    worker.watch()
+
+
+def _is_launcher(words: list[str]) -> bool:
+    """words: the interpreter's, as `python -m torch.distributed.run` or `python /usr/bin/torchrun`."""
+    i = 1
+    while i < len(words):
+        word = words[i]
+        if word == "-m":
+            return i + 1 < len(words) and words[i + 1] in _LAUNCHER_MODULES
+        if word.startswith("-m") and len(word) > 2:
+            return word[2:] in _LAUNCHER_MODULES
+        if word in ("-W", "-X", "--check-hash-based-pycs"):
+            i += 2
+        elif word.startswith("-"):
+            i += 1
+        else:
+            return os.path.basename(word) in _LAUNCHERS
+    return False

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of the rehearsed rank: the pieces that are put in place as the script imports what they change."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from . import imports
+from .run import the_run
+
+
+def watch() -> None:
+    """Called when torch is about to be imported."""
+    imports.behind("torch", _torch_is_there)
+    imports.behind("torch.distributed.rendezvous", _patch("played_store", "patch_rendezvous"))
+    imports.behind("torch.distributed.distributed_c10d", _patch_c10d)
+    imports.behind("torch.distributed", _patch("played_store", "patch_names"))
+    imports.behind("torch.distributed.fsdp._fully_shard._fsdp_param_group", _patch("modules", "patch_fsdp"))
+    imports.behind("torch.distributed.checkpoint.state_dict_saver", _patch("checkpoints", "patch_saver"))
+    imports.behind("torch.distributed.checkpoint.state_dict_loader", _patch("checkpoints", "patch_loader"))
+    imports.behind("safetensors.torch", _patch("checkpoints", "patch_safetensors"))
+
+
+def _patch(piece: str, function: str):
+    def action(module: ModuleType) -> None:
+        from importlib import import_module
+
+        getattr(import_module(f"{__package__}.{piece}"), function)(module)
+
+    return action
+
+
+def _patch_c10d(c10d: ModuleType) -> None:
+    from . import objects, played_groups
+
+    played_groups.patch(c10d)
+    objects.patch(c10d)
+
+
+def _torch_is_there(torch: ModuleType) -> None:
+    run = the_run()
+    run.tell("torch", {"executable": sys.executable, "version": torch.__version__})
+    from . import checkpoints, device, ending, modules, phases
+
+    device.begin(torch)
+    recorder = phases.begin(torch)
+    modules.begin(torch, recorder)
+    checkpoints.patch_torch(torch)
+    ending.begin(torch, recorder)
