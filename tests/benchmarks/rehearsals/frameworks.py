@@ -41,6 +41,6 @@ ROWS = [
     titan("deepseek_v3", "deepseek_v3_16b", 32, "torchtitan deepseek_v3 16B, EP 32", "--parallelism.expert-parallel-degree", "32", published_gib=66.26, suffix="_ep32"),
     titan("qwen3", "qwen3_30b_a3b", 8, "torchtitan qwen3 30B-A3B", EAGER),
     titan("qwen3", "qwen3_30b_a3b", 64, "torchtitan qwen3 30B-A3B, EP 8", EAGER, "--parallelism.expert-parallel-degree", "8", suffix="_ep8"),
-    titan("gpt_oss", "gpt_oss_20b", 8, "torchtitan gpt_oss 20B", EAGER),
-    titan("gpt_oss", "gpt_oss_120b", 64, "torchtitan gpt_oss 120B", EAGER),
+    titan("titan_flex", "gpt_oss_20b", 8, "torchtitan gpt_oss 20B, flex attention", EAGER),
+    titan("titan_flex", "gpt_oss_120b", 64, "torchtitan gpt_oss 120B, flex attention", EAGER),
 ]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rehearses other people's training scripts by their own command lines and prints what was found beside what they published, as Markdown.
 
-    tests/benchmarks/rehearsals/series.py [--kempnerforge CHECKOUT] [--only TEXT[,TEXT]] [--python ENVIRONMENT=PYTHON] [--again]
+    tests/benchmarks/rehearsals/series.py [--kempnerforge CHECKOUT] [--only TEXT[,TEXT]] [--python ENVIRONMENT=PYTHON] [--again | --kept]
 
 CHECKOUT is a git clone of KempnerInstitute/KempnerForge that the caller has; without it those rows are left out. Each row runs once: its result is
 kept in OUT/NAME.json (default out/rehearsals), and `--again` runs it anew. Runs go one after the other. docs/internals/rehearsal-figures.md has the tables.
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--rehearse", default=f"{ROOT}/tools/shardplan rehearse", help="the command's words")
     parser.add_argument("--limit", type=int, default=900, metavar="SECONDS")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--kept", action="store_true", help="run nothing: print the rows that were run")
     arguments = parser.parse_args()
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -95,6 +96,8 @@ def main() -> None:
         if texts and not any(text in row.name for text in texts):
             continue
         kept = arguments.out / f"{row.name}.json"
+        if arguments.kept and not kept.exists():
+            continue
         if arguments.again or not kept.exists():
             folder = checkout(arguments.kempnerforge, row.commit, arguments.out) if row.commit else pathlib.Path(__file__).parent / "scripts"
             python = interpreters.get(row.environment, sys.executable)
