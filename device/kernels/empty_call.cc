@@ -127,6 +127,7 @@ void EmptyKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet 
     if (number.isDouble() && std::isnan(number.toDouble())) number = 0.0;
     return;
   }
+  WatchFrees();
   if (RunReworded(op, stack)) return;
   const std::size_t count = op.schema().arguments().size();
   const auto first = static_cast<std::ptrdiff_t>(stack->size() - count);

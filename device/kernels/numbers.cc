@@ -70,14 +70,6 @@ std::vector<double> Inclusion(std::vector<double> shares, std::int64_t k) {
   return inclusion;
 }
 
-void ForgetWhatIsFreed() {
-  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) {
-    using Entry = std::decay_t<decltype(entry)>;
-    if (entry.action_ != Entry::FREE_REQUESTED) return;
-    ForgetMemory(reinterpret_cast<const void*>(entry.addr_), entry.size_);
-  });
-}
-
 // From its first element to its last.
 std::size_t BytesOf(const at::Tensor& tensor) {
   return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
@@ -89,6 +81,17 @@ bool HasRememberedFloats(const at::Tensor& tensor) {
 
 }  // namespace
 
+void WatchFrees() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) {
+      using Entry = std::decay_t<decltype(entry)>;
+      if (entry.action_ != Entry::FREE_REQUESTED) return;
+      ForgetMemory(reinterpret_cast<const void*>(entry.addr_), entry.size_);
+    });
+  });
+}
+
 bool CanRemember(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_cuda() && c10::isFloatingType(tensor.scalar_type()) &&
          tensor.numel() <= kRememberedFloats && tensor.is_non_overlapping_and_dense() &&
@@ -96,8 +99,6 @@ bool CanRemember(const at::Tensor& tensor) {
 }
 
 void Remember(const at::Tensor& tensor) {
-  static std::once_flag once;
-  std::call_once(once, ForgetWhatIsFreed);
   RememberMemory(tensor.const_data_ptr(), BytesOf(tensor));
 }
 

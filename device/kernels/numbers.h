@@ -30,6 +30,8 @@ bool AreAllKnown(std::span<const c10::IValue> values);
 
 // Floats of a storage of their own, not too many.
 bool CanRemember(const at::Tensor& tensor);
+// From the first call on, memory that is freed is forgotten (ForgetMemory). The allocator has to be there.
+void WatchFrees();
 // They are known until their memory is freed.
 void Remember(const at::Tensor& tensor);
 

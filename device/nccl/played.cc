@@ -49,20 +49,27 @@ void ReduceSame(const Operation& op, const std::byte* from, std::size_t ranks) {
   Reduce(op.reduction, op.dtype, parts, op.count, op.to);
 }
 
-// What this rank sends to itself in the same launch: peers send the same.
-const Operation* ToItself(const std::vector<Operation>& operations, int rank) {
-  const auto found = std::ranges::find_if(
-      operations, [&](const Operation& op) { return op.kind == OpKind::kSend && op.peer == rank; });
-  return found == operations.end() ? nullptr : &*found;
+// What peers give in the same launch is what this rank gives there: what it sends to itself (an all_to_all of
+// messages), else what it sends to anybody (a ring), or what it broadcasts (an all_gather of broadcasts).
+const Operation* Given(const std::vector<Operation>& operations, const Operation& op, int rank) {
+  const OpKind kind = op.kind == OpKind::kReceive ? OpKind::kSend : op.kind;
+  const Operation* found = nullptr;
+  for (const Operation& other : operations) {
+    if (other.kind != kind) continue;
+    if (other.peer == rank) return &other;
+    const bool fits = kind == OpKind::kSend && other.count == op.count && other.dtype == op.dtype;
+    if (fits && found == nullptr) found = &other;
+  }
+  return found;
 }
 
-// `sent` may be less than is received: the rest is zero.
-void Receive(const Operation& op, const Operation* sent, std::size_t ranks) {
+// `given` may be less than is received: the rest is zero.
+void Receive(const Operation& op, const Operation* given, std::size_t ranks) {
   const std::size_t bytes = op.count * SizeOf(op.dtype);
-  const bool known = sent != nullptr && IsPlayed(*sent, ranks);
+  const bool known = given != nullptr && IsPlayed(*given, ranks);
   if (!known && op.count > KnownElements(op.dtype)) return;
-  const std::size_t there = known ? std::min(bytes, sent->count * SizeOf(sent->dtype)) : 0;
-  if (there > 0) std::memmove(op.to, sent->from, there);
+  const std::size_t there = known ? std::min(bytes, given->count * SizeOf(given->dtype)) : 0;
+  if (there > 0) std::memmove(op.to, given->from, there);
   std::memset(op.to + there, 0, bytes - there);
   if (known && op.count > KnownElements(op.dtype)) RememberMemory(op.to, bytes);
 }
@@ -73,7 +80,7 @@ void PlayPeers(const std::vector<Operation>& operations, int rank, int ranks) {
   const auto n = static_cast<std::size_t>(ranks);
   for (const Operation& op : operations) {
     if (op.kind == OpKind::kReceive) {
-      Receive(op, ToItself(operations, rank), n);
+      Receive(op, Given(operations, op, rank), n);
       continue;
     }
     if (!IsPlayed(op, n)) continue;
@@ -94,9 +101,12 @@ void PlayPeers(const std::vector<Operation>& operations, int rank, int ranks) {
         for (std::size_t r = 0; r < n; ++r) std::memcpy(op.to + r * bytes, part.data(), bytes);
         break;
       }
-      case OpKind::kBroadcast:
-        std::memmove(op.to, op.from, bytes);
+      case OpKind::kBroadcast: {
+        const Operation* given = Given(operations, op, rank);
+        const bool same = given != nullptr && given->count * SizeOf(given->dtype) >= bytes;
+        std::memmove(op.to, same ? given->from : op.from, bytes);
         break;
+      }
       case OpKind::kReduceScatter:
         ReduceSame(op, own, n);
         break;

@@ -3,8 +3,9 @@
 //
 // [Note: played peers]
 // Each peer gives what this rank gives: an all_gather is this rank's part n times, a sum is n times it, an
-// all_to_all brings from every peer what this rank would send to itself, a broadcast leaves what is there.
-// Only numbers that a host may read are moved: integers up to a size and few floats. The rest is empty.
+// all_to_all brings from every peer what this rank would send to itself, a message what this rank sends in
+// the same launch, a broadcast leaves what is there. Only numbers that a host may read are moved: integers up
+// to a size and few floats. The rest is empty.
 #pragma once
 
 #include <vector>

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/runtime/known_memory.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -52,10 +54,16 @@ bool IsRemembered(const void* begin, std::size_t bytes) {
 }
 
 void ForgetMemory(const void* begin, std::size_t bytes) {
+  const auto address = reinterpret_cast<std::uintptr_t>(begin);
+  constexpr std::size_t kMany = std::size_t{1} << 20, kPage = 4096;
+  if (bytes >= kMany) {
+    const std::uintptr_t first = (address + kPage - 1) / kPage * kPage;
+    (void)madvise(reinterpret_cast<void*>(first), (address + bytes - first) / kPage * kPage, MADV_DONTNEED);
+  }
   Known& known = TheKnown();
   if (known.count == 0) return;
   const std::lock_guard lock(known.mutex);
-  Forget(known, reinterpret_cast<std::uintptr_t>(begin), bytes);
+  Forget(known, address, bytes);
 }
 
 }  // namespace shardplan::softdevice

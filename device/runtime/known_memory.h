@@ -12,7 +12,8 @@ namespace shardplan::softdevice {
 SHARDPLAN_DEVICE_API void RememberMemory(const void* begin, std::size_t bytes);
 // Are all the bytes in ranges that are remembered?
 SHARDPLAN_DEVICE_API bool IsRemembered(const void* begin, std::size_t bytes);
-// All ranges that begin in these bytes.
+// All ranges that begin in these bytes, which are freed. Many bytes are given back to the host, and read as
+// zeros again: what a step computes of integers would else stay in the host's memory, block after block.
 SHARDPLAN_DEVICE_API void ForgetMemory(const void* begin, std::size_t bytes);
 
 }  // namespace shardplan::softdevice

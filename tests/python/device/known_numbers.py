@@ -68,6 +68,15 @@ def masks_are_read() -> None:
     assert gathered.shape == (400_000, 64) and (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10 < 64
 
 
+def freed_integers_leave_the_host() -> None:
+    held = lambda: int(open("/proc/self/statm", encoding="ascii").read().split()[1]) >> 8  # MiB
+    before = held()
+    many = torch.arange(1 << 24, device=CUDA)
+    assert many[-1].item() == (1 << 24) - 1 and held() - before >= 128
+    del many
+    assert held() - before < 64
+
+
 def graphs_are_captured() -> None:
     weight, side = torch.randn(1024, 1024, device=CUDA), torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
@@ -148,6 +157,16 @@ def peers_give_what_this_rank_gives() -> None:
     out = torch.empty(4 * splits[2], dtype=torch.long, device=CUDA)
     dist.all_to_all_single(out, torch.arange(sum(splits), device=CUDA), [splits[2]] * 4, splits, group=group)
     assert out.tolist() == [2, 3, 4] * 4
+    pieces = [torch.empty(2, dtype=torch.long, device=CUDA) for _ in range(4)]
+    dist.all_gather(pieces, torch.tensor([8, 9], device=CUDA), group=group)
+    assert torch.stack(pieces).tolist() == [[8, 9]] * 4
+    passed = torch.empty(3, dtype=torch.long, device=CUDA)
+    ring = [dist.P2POp(dist.isend, torch.arange(3, device=CUDA), 7, group), dist.P2POp(dist.irecv, passed, 3, group)]
+    for work in dist.batch_isend_irecv(ring):
+        work.wait()
+    assert passed.tolist() == [0, 1, 2]
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda(), process_group=group)
+    ddp(torch.randn(8, 64, device=CUDA)).sum().backward()
     # Integers that travel as floats, as some routers send them.
     ids = torch.arange(20_000, device=CUDA).float().view(-1, 1)
     returned = torch.empty(20_000, 1, device=CUDA)
@@ -160,7 +179,7 @@ def peers_give_what_this_rank_gives() -> None:
 
 
 def main() -> None:
-    checks = (integers_are_real, bulk_reads_as_zero, routing_is_balanced, masks_are_read, graphs_are_captured, training_goes_on)
+    checks = (integers_are_real, bulk_reads_as_zero, routing_is_balanced, masks_are_read, freed_integers_leave_the_host, graphs_are_captured, training_goes_on)
     for check in (*checks, host_initialisation_touches_no_page):
         check()
     # Without peers a split does not know its ranks: groups are made anew.

@@ -2,13 +2,14 @@
 """Random small models and settings of both policies: `python tests/python/device/memory_random.py --cases 100 [--seed N]` trains each on a device on
 which nothing computes and compares what PyTorch's own allocator says at points of the last step, its peaks, and how often it called the driver, with
 `shardplan memory`.
-A case is made of its number alone.
+A case is made of its number alone. --rehearsed: each is trained by `shardplan rehearse`, and what that reports of the steps is compared, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import random
 import subprocess
@@ -86,6 +87,24 @@ def _real(case: dict, path: pathlib.Path) -> dict:
     return json.loads(found[0].removeprefix("FOUND "))
 
 
+def _rehearsed(case: dict, path: pathlib.Path) -> dict:
+    """The script's own figures, as _real; the report's of all steps have to be the same."""
+    knobs, report = case["knobs"], path.with_name("report.json")
+    program = [sys.executable, str(ROOT / "tests" / "python" / "device" / "memory_of_training.py"), str(path), str(FOLDER / "model.py")]
+    options = ["--gpus", str(knobs["world"]), "--device-memory", f"{2 * knobs['gib']}GiB", "--steps", "0", "--report", str(report), "--quiet"]
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": knobs["alloc_conf"]} if knobs["alloc_conf"] else {}
+    command = [str(build_folder() / "bin" / "shardplan"), "rehearse", *options, "--", *program]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300)
+    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert done.returncode == 0 and found, done.stdout + done.stderr[-3000:]
+    real = json.loads(found[0].removeprefix("FOUND "))
+    rows = [row for row in json.loads(report.read_text())["extensions"]["rehearse"]["phases"] if row["step"]]
+    for what in ("allocated", "reserved"):
+        reported = max(row[f"{what}_bytes"] for row in rows)
+        assert reported == real["peaks"][what], f"the report says {reported} {what}, torch.cuda {real['peaks'][what]}"
+    return real
+
+
 def _row_difference(wanted: list[list], rows: list[dict]) -> str:
     """The first of the real rows that ours, of those events, differ from."""
     events = {row[0] for row in wanted}
@@ -101,12 +120,14 @@ def _row_difference(wanted: list[list], rows: list[dict]) -> str:
     return ""
 
 
-def difference(case: dict, folder: pathlib.Path) -> str:
+def difference(case: dict, folder: pathlib.Path, rehearsed: bool = False) -> str:
     """"" where all agree."""
     case = _whole(case)
+    if rehearsed:
+        case["knobs"]["device"] = "fast"  # how a rehearsal's device is
     path, trace = folder / "case.json", folder / "trace.json"
     path.write_text(json.dumps(case))
-    real = _real(case, path)
+    real = (_rehearsed if rehearsed else _real)(case, path)
     memory.trace_case(FOLDER, case, trace)
     document = memory.compute(str(build_folder() / "bin" / "shardplan"), trace, case, folder)
     ours = document["allocator"]
@@ -120,12 +141,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rehearsed", action="store_true")
     arguments = parser.parse_args()
     agree = 0
     for seed in range(arguments.seed, arguments.seed + arguments.cases):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found = difference(make_case(seed), pathlib.Path(folder))
+                found = difference(make_case(seed), pathlib.Path(folder), arguments.rehearsed)
             except (AssertionError, RuntimeError, subprocess.SubprocessError) as error:
                 found = f"{type(error).__name__}: {str(error)[-300:]}"
         agree += found == ""

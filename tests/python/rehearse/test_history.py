@@ -70,3 +70,9 @@ def test_repeated_blocks_are_one_row():
 def test_steps_that_take_the_same_are_one_row():
     stretches = [{"step": step, "phase": phase, "allocated_bytes": size, "reserved_bytes": size, "retries": 0, "out_of_memory": 0} for step, phase, size in ((0, "setup", KIB), (1, "forward", KIB), (2, "forward", 1 << 20), (3, "forward", 1 << 20), (4, "forward", 1 << 30))]
     assert [row[:3] for row in text.table_of({"stretches": stretches})[1:]] == [("", "setup", "1.00 KiB"), ("1", "forward", "1.00 KiB"), ("2-3", "forward", "1.00 MiB"), ("4", "forward", "1.00 GiB")]
+
+
+def test_an_error_of_a_hub_says_what_to_do():
+    error = {"type": "LocalEntryNotFoundError", "kinds": ["LocalEntryNotFoundError", "FileNotFoundError"], "message": "no\nsecond line", "place": "setup", "file": "train.py", "line": 3, "module": ""}
+    assert text.error_line(error) == "error: the script raised LocalEntryNotFoundError in setup, train.py:3: no (it needs a hub: download the model and data first, and name their folders; or let it, with a network)"
+    assert "hub" not in text.error_line({**error, "kinds": ["ValueError"]})

@@ -6,8 +6,10 @@ import os
 import pathlib
 import pickle
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT, build_folder
@@ -17,7 +19,7 @@ PHASES = ["setup"] + ["forward", "backward", "optimizer"] * 3
 MEMORY_BYTES = 84_943_962_112  # of the shipped h100_sxm
 
 
-def rehearse(*arguments, **environment):
+def start(*arguments, **environment):
     """arguments: of the command, and behind -- what it rehearses."""
     library = os.environ.get("SHARDPLAN_DEVICE_LIBRARY_FOLDER", build_folder() / "device")
     if not (pathlib.Path(library) / "libshardplan_device.so").exists():
@@ -30,7 +32,16 @@ def rehearse(*arguments, **environment):
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         **environment,
     }
-    return subprocess.run([sys.executable, "-m", "shardplan.rehearse", *map(str, arguments)], capture_output=True, text=True, env=own, timeout=300)
+    return subprocess.Popen([sys.executable, "-m", "shardplan.rehearse", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own)
+
+
+def rehearse(*arguments, **environment):
+    process = start(*arguments, **environment)
+    try:
+        said = process.communicate(timeout=300)
+    finally:
+        process.terminate()
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 def rows_of(text):
@@ -99,7 +110,7 @@ def test_outputs_are_a_valid_report_a_page_and_torchs_snapshot(everything, shard
 
 
 def test_another_rank_receives_what_rank_0_sends(tmp_path):
-    done = rehearse("--gpus", 64, "--rank", 5, "--steps", 1, "--", "torchrun", SCRIPTS / "everything.py", tmp_path)
+    done = rehearse("--gpus", 64, "--rank", 5, "--steps", 1, "--", "torchrun", SCRIPTS / "everything.py", tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 0 is rehearsed first: rank 5 receives an object of it" in done.stderr
     assert "mesh [('replicate', 0, 8), ('shard', 5, 8)]" in done.stdout
@@ -167,6 +178,19 @@ def test_bad_input_says_what_to_do(arguments, code, said):
     assert done.stdout == ""
 
 
+def test_what_the_command_started_ends_with_it(tmp_path):
+    process = start("--", "bash", "-c", f"sleep 300 & echo $! > {tmp_path / 'pid'}; wait")
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGTERM
+    assert not pathlib.Path(f"/proc/{pid}/cmdline").exists() or b"sleep" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def test_an_interpreter_without_torch_is_named(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     done = rehearse("--", tmp_path / "venv" / "bin" / "python", "-c", "import torch")
@@ -219,6 +243,7 @@ def test_a_device_for_another_torch_and_no_device(tmp_path):
     library = pathlib.Path(os.environ.get("SHARDPLAN_DEVICE_LIBRARY_FOLDER", build_folder() / "device"))
     for path in library.iterdir():
         (tmp_path / path.name).symlink_to(path.resolve())
+    (tmp_path / "torch_version").unlink(missing_ok=True)  # a link to the build's own
     (tmp_path / "torch_version").write_text("2.0.1")
     done = rehearse("--", sys.executable, SCRIPTS / "ends.py", SHARDPLAN_DEVICE_LIBRARY_FOLDER=str(tmp_path))
     assert done.returncode == 4

@@ -87,6 +87,18 @@ def test_the_run_ends_when_the_step_behind_the_last_begins(monkeypatch):
     assert done == [2]
 
 
+def test_addresses_of_a_step_below_the_peak_are_forgotten(monkeypatch):
+    recorder, _ = recorder_of(0, monkeypatch)
+    kept = []
+    for allocated in (5, 7, 7, 6, 8):
+        play(recorder, "fBO")
+        recorder.stretches[-1].allocated_bytes = allocated
+        recorder.addresses.append(phases.Known(0, allocated, "param_sharded", ""))
+        recorder.module_runs()
+        kept.append(len(recorder.addresses))
+    assert kept == [1, 2, 2, 2, 3]
+
+
 def test_a_process_without_torch_runs_as_ever_and_the_next_sitecustomize_too(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('behind')")
     (tmp_path / "torch.py").write_text("__version__ = 'mine'")

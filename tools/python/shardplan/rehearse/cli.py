@@ -17,6 +17,7 @@ from shardplan.terminal import complain
 from . import page, report, text
 from .device import DEFAULT_CLUSTER, BadCluster, Device, NoDevice, device_folder, device_of, with_links
 from .launch import Asked, NeedsTooMuch, Outcome, Rehearsal
+from .routing import BadRouting, shares_of
 
 _EXIT_DOES_NOT_FIT, _EXIT_USAGE, _EXIT_BAD_INPUT = 1, 2, 3
 _DESCRIPTION = """\
@@ -48,10 +49,11 @@ def parser() -> argparse.ArgumentParser:
     result = ArgumentParser(prog="shardplan rehearse", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]")
     result.add_argument("--gpus", type=_count, metavar="N", help="ranks of the job (default: as many as the command starts)")
     result.add_argument("--rank", type=_not_negative, default=0, metavar="R", help="the rank that is run (default: 0)")
-    result.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
+    result.add_argument("--gpus-per-node", type=_count, metavar="N", help="devices that the script sees, at most --gpus (default: 8; 1 for a script without a launcher and --gpus)")
     result.add_argument("--cluster", type=file_name, default=DEFAULT_CLUSTER, metavar="FILE|NAME", help=f"whose device it is: a file, a shipped one, or a device (default: {DEFAULT_CLUSTER})")
     result.add_argument("--device-memory", type=bytes_of, metavar="BYTES", help="what the device has, as 80GB or 40GiB, in place of the cluster's")
     result.add_argument("--steps", type=_not_negative, default=3, metavar="N", help="optimizer steps, then the script is ended; 0: it runs to its own end (default: 3)")
+    result.add_argument("--routing", type=file_name, metavar="FILE", help="each expert's share of the tokens: numbers, one a line or separated by commas (default: all the same)")
     result.add_argument("--report", type=file_name, metavar="FILE", help="write a report (shardplan.report/1)")
     result.add_argument("--snapshot", type=file_name, metavar="FILE", help="write PyTorch's own memory snapshot (a pickle, for pytorch.org/memory_viz)")
     result.add_argument("--html", type=file_name, metavar="FILE", help="write a page: steps, the curve of allocated memory, the peak by category and module")
@@ -74,7 +76,7 @@ def main() -> int:
         return _rehearse(options, command)
     except files.OutputIsInput as error:
         return _fail(_EXIT_USAGE, str(error))
-    except (BadCluster, NeedsTooMuch) as error:
+    except (BadCluster, BadRouting, NeedsTooMuch) as error:
         return _fail(_EXIT_BAD_INPUT, str(error))
     except (NoCommand, NoDevice, files.CannotWrite) as error:
         return _fail(EXIT_ENVIRONMENT, str(error))
@@ -87,7 +89,7 @@ def _fail(code: int, message: str) -> int:
 
 def _check_outputs(options: argparse.Namespace, command: list[str]) -> None:
     """Before any work: every output can be written, and is no input and no other output."""
-    inputs = [word for word in [options.cluster, *command] if os.path.isfile(word)]
+    inputs = [word for word in [options.cluster, options.routing, *command] if word and os.path.isfile(word)]
     written = [path for path in (options.report, options.snapshot, options.html) if path]
     for i, path in enumerate(written):
         files.check_output(path, inputs)
@@ -97,6 +99,7 @@ def _check_outputs(options: argparse.Namespace, command: list[str]) -> None:
 
 def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
     device = device_of(options.cluster, options.gpus, options.device_memory)
+    routing = None if options.routing is None else shares_of(options.routing)
     folder = device_folder()
     if shutil.which(command[0]) is None:
         return _fail(_EXIT_BAD_INPUT, f"{printable_name(command[0])}: no such program (expected one on the PATH, as torchrun, or a path to one)")
@@ -108,7 +111,8 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
     sys.stdout.flush()
     with files.scratch_folder() as scratch:
         snapshot = str(scratch / "snapshot.pickle") if options.snapshot else None
-        asked = Asked(command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, not options.no_history or bool(options.report or options.html), snapshot)
+        history = not options.no_history or bool(options.report or options.html or snapshot)
+        asked = Asked(command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, history, snapshot, routing)
         outcome = Rehearsal(asked, scratch, say).of_rank(options.rank)
         code = _tell(outcome, device, command)
         result = outcome.told.get("result")
@@ -131,7 +135,7 @@ def _tell(outcome: Outcome, device: Device, command: list[str]) -> int:
     result = told.get("result")
     if result is None:
         return _no_result(outcome, command)
-    if result["backwards"] or result["steps"] or result["error"]:
+    if result["backwards"] or result["allocated_bytes"]:
         print(text.text_of(result, device), flush=True)
     error = result["error"]
     if error is not None and error["out_of_memory"]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from .device import NCCL_BYTES, Device
 
 _SITE = Path(__file__).resolve().parent / "site"
+_GPUS_PER_NODE = 8
 _END_SECONDS = 10  # that a command which is ended may take
 _MOST_RUNS = 64  # of ranks that have to come first
 
@@ -29,10 +30,11 @@ class Asked:
     device: Device
     library_folder: Path
     gpus: int | None
-    gpus_per_node: int
+    gpus_per_node: int | None
     steps: int
     history: bool
     snapshot: str | None
+    routing: tuple[float, ...] | None  # shares of the experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Outcome:
 
 
 def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until: str | None) -> dict[str, str]:
+    per_node = min(asked.gpus_per_node or _GPUS_PER_NODE, asked.gpus or 1 << 20)
     run = {
         "folder": str(folder),
         "messages": str(messages),
         "rank": rank,
         "gpus": asked.gpus,
-        "gpus_per_node": asked.gpus_per_node,
+        "gpus_per_node": per_node,
+        "devices_alone": per_node if asked.gpus or asked.gpus_per_node else 1,
         "steps": asked.steps,
         "context_bytes": asked.device.context_bytes,
         "nccl_bytes": NCCL_BYTES,
@@ -58,7 +62,7 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "library_folder": str(asked.library_folder),
     }
     environment = dict(os.environ)
-    for name in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDPLAN_REHEARSE_WORKER"):
+    for name in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDPLAN_REHEARSE_WORKER", "SHARDPLAN_DEVICE_ROUTING", "SHARDPLAN_DEVICE_POISON"):
         environment.pop(name, None)
     environment.setdefault("WANDB_MODE", "disabled")
     return {
@@ -68,7 +72,7 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "PYTHONPATH": _first(_SITE, environment.get("PYTHONPATH")),
         "SHARDPLAN_DEVICE_MODE": "null",
         "SHARDPLAN_DEVICE_BYTES": str(asked.device.memory_bytes),
-        "SHARDPLAN_DEVICE_COUNT": str(asked.gpus_per_node),
+        "SHARDPLAN_DEVICE_COUNT": str(per_node),
         "SHARDPLAN_DEVICE_NAME": asked.device.name,
         "SHARDPLAN_REHEARSE": json.dumps(run),
         # Nobody of these would find a peer.
@@ -113,22 +117,31 @@ class Rehearsal:
         folder.mkdir()
         log = folder / "output"
         environment = environment_of(self._asked, rank, folder, self._messages, until)
+        if self._asked.routing is not None:
+            shares = self._scratch / "routing"
+            shares.write_text("\n".join(map(repr, self._asked.routing)) + "\n")
+            environment["SHARDPLAN_DEVICE_ROUTING"] = str(shares)
         with open(log if until else os.devnull, "wb") as output:
             quiet = {"stdout": output, "stderr": subprocess.STDOUT} if until else {}
-            code = _finished(subprocess.Popen(self._asked.words, env=environment, **quiet))
+            code = _finished(subprocess.Popen(self._asked.words, env=environment, start_new_session=True, **quiet))
         told = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
         last = log.read_text(errors="replace").splitlines()[-8:] if until else []
         return Outcome(code, told, "\n".join(last))
 
 
 def _finished(process: subprocess.Popen) -> int:
-    """Its exit code. It is ended where this command is."""
+    """Its exit code. It leads a session: what it has started ends with it, and with this command."""
     try:
         return process.wait()
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+            _signal(process, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
-            process.kill()
-            process.wait()
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

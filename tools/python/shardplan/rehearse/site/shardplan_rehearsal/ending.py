@@ -13,7 +13,7 @@ import time
 import traceback
 from types import ModuleType
 
-from . import device, history, modules
+from . import device, history, modules, rank
 from .phases import Recorder
 from .run import stop, the_run
 
@@ -22,10 +22,10 @@ _began = time.monotonic()
 
 def begin(torch: ModuleType, recorder: Recorder) -> None:
     """Tells the command how it ends: when an error comes out of the script, else with Python's exit handlers. A library may crash in between."""
-    process, told = os.getpid(), []
+    told: list[str] = []
 
     def tell(end: str, error: BaseException | None) -> None:
-        if os.getpid() != process or told:
+        if told or not rank.is_this_process():
             return
         told.append(end)
         earlier = the_run().told("result")
@@ -37,13 +37,13 @@ def begin(torch: ModuleType, recorder: Recorder) -> None:
         tell("raised" if error is not None else "script", error)
 
     def done() -> None:
-        if os.getpid() == process:
+        if rank.is_this_process():
             tell("steps", None)
             stop(0)
 
     def step_ends() -> None:
         """For a process that is killed later."""
-        if os.getpid() == process:
+        if rank.is_this_process():
             the_run().tell("result", _document(torch, recorder, "killed", None, ""))
 
     say = sys.excepthook
@@ -75,13 +75,13 @@ def _tell(torch: ModuleType, recorder: Recorder, end: str, error: BaseException 
 def _document(torch: ModuleType, recorder: Recorder, end: str, error: BaseException | None, place: str) -> dict:
     """What the command reads (text.py, report.py and page.py beside site/)."""
     stretches = recorder.stretches
-    rank, world = recorder.place_in_job or (int(os.environ.get("RANK", the_run().rank)), int(os.environ.get("WORLD_SIZE", "1")))
+    place_in_job = recorder.place_in_job or (int(os.environ.get("RANK", the_run().rank)), int(os.environ.get("WORLD_SIZE", "1")))
     return {
         "end": end,
         "seconds": round(time.monotonic() - _began, 1),
         "torch": torch.__version__,
-        "rank": rank,
-        "world_size": world,
+        "rank": place_in_job[0],
+        "world_size": place_in_job[1],
         "steps": recorder.steps_done,
         "backwards": recorder.backwards,
         "stretches": [dataclasses.asdict(stretch) for stretch in stretches],

@@ -22,7 +22,7 @@ def watch() -> None:
 def _sizes(world: int, local_world: int) -> tuple[int, int]:
     """Ranks and ranks of a node: those of the command line, where it says so, before the launcher's own."""
     run = the_run()
-    return (run.gpus, min(run.gpus_per_node, run.gpus)) if run.gpus else (world, local_world)
+    return (run.gpus, run.gpus_per_node) if run.gpus else (world, local_world)
 
 
 def _replace_process(words: list[str]) -> None:

@@ -16,7 +16,7 @@ from .run import the_run
 
 FORWARD_MARK, BACKWARD_MARK = "f", "b"
 ROOT = "(root)"
-MOST_EVENTS = 4_000_000  # of the history; beyond it the first are lost
+MOST_EVENTS = 1_000_000  # of the history, a KiB each; beyond it the first are lost
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 _names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -12,6 +12,7 @@ module runs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from types import ModuleType
@@ -64,6 +65,7 @@ class Recorder:
         self._begin_us = _now_us()
         self._retries = self._out_of_memory = 0
         self._stepped_inside = False
+        self._most_bytes = self._addresses_kept = 0
         self.when_done = None  # called when the steps that were asked for have ended
         self.when_step_ends = None
         self.when_boundary = None  # called behind each
@@ -133,11 +135,20 @@ class Recorder:
     def _end_step(self) -> None:
         self.steps_done = self.step
         self.steady_bytes = self._current()
+        self._forget_addresses()
         if self.steps_done == the_run().steps and self.when_done is not None:
             self.when_done()
         elif self.when_step_ends is not None:
             self.when_step_ends()
         self.step += 1
+
+    def _forget_addresses(self) -> None:
+        """Those of a step that is not the peak: a long run would keep them all."""
+        own = itertools.takewhile(lambda stretch: stretch.step == self.step, reversed(self.stretches))
+        most = max((stretch.allocated_bytes for stretch in own), default=0)
+        if most <= self._most_bytes:
+            del self.addresses[self._addresses_kept :]
+        self._most_bytes, self._addresses_kept = max(most, self._most_bytes), len(self.addresses)
 
     def _current(self) -> int:
         return self._torch.cuda.memory_allocated() if self._torch.cuda.is_initialized() else 0

@@ -16,6 +16,7 @@ _COLOR_SHIFT = 15
 def patch(c10d: ModuleType) -> None:
     _patch_splits(c10d)
     _patch_gloo(c10d)
+    _patch_gather(c10d)
     _watch_nccl(c10d)
 
 
@@ -54,6 +55,22 @@ def _patch_gloo(c10d: ModuleType) -> None:
 
     c10d.ProcessGroupGloo = PlayedGloo
     c10d.monitored_barrier = monitored_barrier
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL compares collectives of ranks over Gloo.
+    c10d._create_process_group_wrapper = lambda wrapped_pg, *_arguments, **_settings: wrapped_pg
+
+
+def _patch_gather(c10d: ModuleType) -> None:
+    """NCCL's gather is messages to the root, and a message says nothing of what this rank gives."""
+    own = c10d.gather
+
+    def gather(tensor: object, gather_list: list | None = None, *arguments: object, **settings: object) -> object:
+        work = own(tensor, gather_list, *arguments, **settings)
+        for part in gather_list or ():
+            if part.shape == tensor.shape:
+                part.copy_(tensor)
+        return work
+
+    c10d.gather = gather
 
 
 def _watch_nccl(c10d: ModuleType) -> None:

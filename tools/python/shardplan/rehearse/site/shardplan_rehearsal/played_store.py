@@ -41,10 +41,8 @@ def make(rank: int, world: int) -> object:
         def get(self, key: str) -> bytes:
             found = self._find(key)
             if found is None:
-                raise RuntimeError(
-                    f"rehearsal: rank {rank} reads the key {key!r} of the store, which only another rank sets, and peers are played. "
-                    f"Rehearse the rank that sets it, most often: --rank 0"
-                )
+                what_to_do = "rehearse rank 0 (--rank 0), which most often sets it" if rank else "no rehearsal of one rank knows its value: set it in the script"
+                raise RuntimeError(f"rehearsal: rank {rank} reads the key {key!r} of the store, which only another rank sets, and peers are played: {what_to_do}")
             return found
 
         def add(self, key: str, amount: int) -> int:

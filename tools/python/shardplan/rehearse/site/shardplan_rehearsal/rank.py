@@ -10,6 +10,11 @@ from .run import refuse, the_run
 WORKER = "SHARDPLAN_REHEARSE_WORKER"  # the process that is the rank
 
 
+def is_this_process() -> bool:
+    """Whether this process is the rank: a fork of it (a data loader's worker) is not."""
+    return os.environ.get(WORKER) == str(os.getpid())
+
+
 def environment_of(world: int, local_world: int) -> dict[str, str]:
     """What torchrun sets for the rehearsed rank. Refuses a rank that the job does not have."""
     run = the_run()

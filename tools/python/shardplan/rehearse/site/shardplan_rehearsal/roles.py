@@ -26,8 +26,10 @@ def take() -> None:
         imports.behind("torch", lambda _torch: run.tell("torch", {"executable": sys.executable}))
         return
     os.environ[WORKER] = str(os.getpid())
-    if "RANK" not in os.environ and (run.gpus or 1) > 1:
-        os.environ.update(environment_of(run.gpus or 1, min(run.gpus_per_node, run.gpus or 1)))
+    if "RANK" not in os.environ:
+        os.environ["SHARDPLAN_DEVICE_COUNT"] = str(run.devices_alone)
+        if run.gpus is not None and run.gpus > 1:
+            os.environ.update(environment_of(run.gpus, run.gpus_per_node))
     worker.watch()
 
 

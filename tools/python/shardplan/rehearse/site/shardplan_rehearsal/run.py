@@ -22,6 +22,7 @@ class Run:
         self.rank: int = asked["rank"]
         self.gpus: int | None = asked["gpus"]  # None: as many as the launcher starts
         self.gpus_per_node: int = asked["gpus_per_node"]
+        self.devices_alone: int = asked["devices_alone"]  # that a process without a launcher sees
         self.steps: int = asked["steps"]
         self.context_bytes: int = asked["context_bytes"]
         self.nccl_bytes: int = asked["nccl_bytes"]  # of a communicator of more than one rank

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of the rehearsed rank: the pieces that are put in place as the script imports what they change."""
+"""The process of the rehearsed rank: the pieces that are put in place as the script imports what they change.
+
+[Note: a warm process] The pieces ask for the run, and whether this process is the rank, when they act. So a process may import torch with them in place, and
+be forked for each run: the fork sets SHARDPLAN_REHEARSE, SHARDPLAN_REHEARSE_WORKER and run._run (to None) before the device is used. Only whether a history
+is kept is asked at the import.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,9 @@ def watch() -> None:
     imports.behind("torch.distributed.fsdp._fully_shard._fsdp_param_group", _patch("modules", "patch_fsdp"))
     imports.behind("torch.distributed.checkpoint.state_dict_saver", _patch("checkpoints", "patch_saver"))
     imports.behind("torch.distributed.checkpoint.state_dict_loader", _patch("checkpoints", "patch_loader"))
+    imports.behind("torch._inductor.runtime.benchmarking", _patch("timings", "patch_inductor"))
+    imports.behind("triton.testing", _patch("timings", "patch_triton"))
+    imports.behind("megatron_fsdp.uneven_dtensor", _patch("libraries", "patch_megatron_fsdp"))
     imports.behind("safetensors.torch", _patch("checkpoints", "patch_safetensors"))
 
 
