@@ -14,11 +14,11 @@ def script(name: str, title: str, gpus: int, *words: str, environment: str = "ba
     return Row(name, title, gpus, launched(gpus, list(words)), environment=environment, device_memory=H100)
 
 
-def titan(module: str, config: str, gpus: int, title: str, *flags: str, published_gib: float | None = None, suffix: str = "") -> Row:
+def titan(module: str, config: str, gpus: int, title: str, *flags: str, suffix: str = "") -> Row:
     """`python -m torchtitan.train` with a configuration of its registry; its tokenizer and data set are ours."""
     words = ["-m", "torchtitan.train", "--module", module, "--config", config, "--training.steps", "3", "--hf-assets-path", "{assets}/tokenizer", "--dataloader.dataset", "c4_test",
              "--dataloader.dataset-path", "{assets}/text", "--dump-folder", "{assets}/dump", "--metrics.log-freq", "1", "--metrics.no-enable-tensorboard", "--profiler.no-enable-profiling", *flags]
-    return Row(f"titan_{config}_{gpus}{suffix}", title, gpus, launched(gpus, words), published_gib, "reserved" if published_gib else "allocated", environment="titan", device_memory=H100)
+    return Row(f"titan_{config}_{gpus}{suffix}", title, gpus, launched(gpus, words), environment="titan", device_memory=H100)
 
 
 EAGER = "--training.disable-cuda-graphs"
@@ -35,10 +35,10 @@ ROWS = [
     titan("llama3", "llama3_8b", 8, "torchtitan llama3 8B", EAGER),
     titan("llama3", "llama3_8b", 64, "torchtitan llama3 8B", EAGER),
     titan("llama3", "llama3_8b", 8, "torchtitan llama3 8B, CUDA graphs (its default)", suffix="_graphs"),
-    titan("llama3", "llama3_8b", 8, "torchtitan llama3 8B, compiled", EAGER, "--compile.enable", published_gib=47.65, suffix="_compiled"),
+    titan("llama3", "llama3_8b", 8, "torchtitan llama3 8B, compiled", EAGER, "--compile.enable", suffix="_compiled"),
     titan("deepseek_v3", "deepseek_v3_16b", 8, "torchtitan deepseek_v3 16B, EP 8"),
     titan("deepseek_v3", "deepseek_v3_16b", 64, "torchtitan deepseek_v3 16B, EP 8"),
-    titan("deepseek_v3", "deepseek_v3_16b", 32, "torchtitan deepseek_v3 16B, EP 32", "--parallelism.expert-parallel-degree", "32", published_gib=66.26, suffix="_ep32"),
+    titan("deepseek_v3", "deepseek_v3_16b", 32, "torchtitan deepseek_v3 16B, EP 32", "--parallelism.expert-parallel-degree", "32", suffix="_ep32"),
     titan("qwen3", "qwen3_30b_a3b", 8, "torchtitan qwen3 30B-A3B", EAGER),
     titan("qwen3", "qwen3_30b_a3b", 64, "torchtitan qwen3 30B-A3B, EP 8", EAGER, "--parallelism.expert-parallel-degree", "8", suffix="_ep8"),
     titan("titan_flex", "gpt_oss_20b", 8, "torchtitan gpt_oss 20B, flex attention", EAGER),

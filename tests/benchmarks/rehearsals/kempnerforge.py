@@ -41,7 +41,7 @@ def scaling(number: int, gpus: int, model: str, tensor: int, published_gib: floa
 
 def validation(config: str, gpus: int, title: str, published_gib: float, *, compiled: bool | None = None) -> Row:
     """A row of config_validation.md: a file of configs/train."""
-    settings = ["data.dataset_path=", "data.num_workers=0"] + ([f"train.compile_model={str(compiled).lower()}"] if compiled is not None else [])
+    settings = ["data.dataset_path=", "data.hf_dataset_name=", "data.num_workers=0"] + ([f"train.compile_model={str(compiled).lower()}"] if compiled is not None else [])
     name = f"validation_{config}" + {None: "", False: "_eager", True: "_compiled"}[compiled]
     return Row(name, title + (", compiled" if compiled else ""), gpus, command(gpus, config, settings), published_gib, commit=VALIDATION)
 
@@ -90,6 +90,7 @@ def mfu_scaling() -> list[Row]:
 ROWS = [
     *mfu_scaling(),
     validation("debug", 4, "debug.toml: 20M, FSDP 4", 0.7),
+    validation("hf_wikitext", 4, "hf_wikitext.toml: 77M, FSDP 4", 6.5, compiled=False),
     validation("7b", 4, "7b.toml: 7B, FSDP 4", 81.0, compiled=False),
     validation("7b_12gpu_tp4", 12, "7b_12gpu_tp4.toml: TP 4 x FSDP 3", 30.4, compiled=False),
     validation("7b_32gpu_fsdp", 32, "7b_32gpu_fsdp.toml: FSDP 32", 51.3, compiled=False),

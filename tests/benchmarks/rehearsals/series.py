@@ -67,12 +67,12 @@ def run(row: Row, folder: pathlib.Path, python: str, rehearse: list[str], out: p
 
 def line(row: Row, result: dict) -> str:
     published = f"{row.published_gib:.1f}" if row.published_gib else "-"
-    published += " reserved" if row.published_of == "reserved" else ""
     if "allocated" not in result:
         return f"| {row.title} | {row.gpus} | stopped ({result['exit']}) | | {published} | | {result['cpu_s']:.0f} | {row.note} |"
-    off = f"{100 * (result[row.published_of] / GIB / row.published_gib - 1):+.1f} %" if row.published_gib else "-"
+    found = result["allocated"] / GIB
+    off = f"{100 * (found / row.published_gib - 1):+.1f} %" if row.published_gib else "-"
     stopped = "" if result["exit"] == 0 else f"exit code {result['exit']}; "
-    return f"| {row.title} | {row.gpus} | {result['allocated'] / GIB:.2f} | {result['reserved'] / GIB:.2f} | {published} | {off} | {result['cpu_s']:.0f} | {stopped}{row.note} |"
+    return f"| {row.title} | {row.gpus} | {found:.2f} | {result['reserved'] / GIB:.2f} | {published} | {off} | {result['cpu_s']:.0f} | {stopped}{row.note} |"
 
 
 def main() -> None:
