@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A row of the series: one command line of somebody's training script."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str  # also the name of its files
+    title: str  # Markdown, the table's first cell
+    gpus: int
+    command: list[str]
+    published_gib: float | None = None  # torch.cuda.max_memory_allocated that its authors printed, in GiB
+    environment: str = "base"
+    commit: str = ""  # KempnerForge's, in whose files it runs; "": the folder scripts
+    rank: int = 0
+    device_memory: str = "150754820096"  # an H200 as torch.cuda prints it: 140.4 GiB
+    variables: dict[str, str] = field(default_factory=dict)
+    routing: tuple[float, ...] = ()  # shares of the experts; (): balanced
+    note: str = ""
