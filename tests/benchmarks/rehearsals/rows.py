@@ -12,7 +12,7 @@ class Row:
     command: list[str]
     published_gib: float | None = None  # torch.cuda.max_memory_allocated that its authors printed, in GiB
     environment: str = "base"
-    commit: str = ""  # KempnerForge's, in whose files it runs; "": the folder scripts
+    commit: str = ""  # KempnerForge's, in whose files it runs; "": examples/rehearse
     rank: int = 0
     device_memory: str = "150754820096"  # an H200 as torch.cuda prints it: 140.4 GiB
     variables: dict[str, str] = field(default_factory=dict)
