@@ -75,7 +75,9 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "SHARDPLAN_DEVICE_MODE": "null",
         "SHARDPLAN_DEVICE_BYTES": str(asked.device.memory_bytes),
         "SHARDPLAN_DEVICE_COUNT": str(per_node),
-        "SHARDPLAN_DEVICE_NAME": asked.device.name,
+        "SHARDPLAN_DEVICE_NAME": asked.device.cuda_name,
+        "SHARDPLAN_DEVICE_CAPABILITY": asked.device.capability,
+        "SHARDPLAN_DEVICE_MULTIPROCESSORS": str(asked.device.multiprocessors),
         "SHARDPLAN_REHEARSE": json.dumps(run),
         # Nobody of these would find a peer.
         "TORCH_NCCL_ENABLE_MONITORING": "0",
