@@ -121,6 +121,8 @@ class Rehearsal:
         folder.mkdir()
         log = folder / "output"
         environment = environment_of(self._asked, rank, folder, self._messages, until)
+        if self._asked.keep:
+            environment["SHARDPLAN_REHEARSE_KEEP"] = "1"
         if self._asked.routing is not None:
             shares = self._scratch / "routing"
             shares.write_text("\n".join(map(repr, self._asked.routing)) + "\n")
