@@ -98,9 +98,7 @@ bool CanRemember(const at::Tensor& tensor) {
          tensor.storage().nbytes() == static_cast<std::size_t>(tensor.numel() * tensor.itemsize());
 }
 
-void Remember(const at::Tensor& tensor) {
-  RememberMemory(tensor.const_data_ptr(), BytesOf(tensor));
-}
+void Remember(const at::Tensor& tensor) { RememberMemory(tensor.const_data_ptr(), BytesOf(tensor)); }
 
 bool IsKnown(const at::Tensor& tensor) {
   if (!tensor.defined()) return true;

@@ -3,6 +3,7 @@
 // computes, a module is without content and a launch is work without content on its stream; in the other
 // modes nobody could run its kernels, and loading it is an error.
 #include <cuda.h>
+#include <dlfcn.h>
 
 #include <array>
 #include <cstdio>
@@ -98,6 +99,34 @@ CUresult cuDeviceGetName(char* name, int length, CUdevice) {
 CUresult cuDeviceTotalMem_v2(std::size_t* bytes, CUdevice) {
   *bytes = TheSettings().capacity_bytes;
   return CUDA_SUCCESS;
+}
+
+// Asked by CUDA's runtime where a library has it inside (cudart_static), for tables of functions that no
+// header declares: whatever that library launches cannot run here.
+CUresult cuGetExportTable(const void**, const CUuuid*) {
+  Dl_info caller = {};
+  (void)dladdr(__builtin_return_address(0), &caller);
+  const std::string name = caller.dli_fname == nullptr ? "a library" : caller.dli_fname;
+  static auto* const named = new std::set<std::string>();
+  static auto* const mutex = new std::mutex();
+  const std::lock_guard lock(*mutex);
+  if (named->insert(name).second) {
+    std::fprintf(
+        stderr,
+        "device in software: %s brings CUDA's runtime inside (cudart_static): its kernels cannot run here\n",
+        name.c_str());
+  }
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+CUresult cuGetProcAddress_v2(const char* symbol, void** function, int, cuuint64_t,
+                             CUdriverProcAddressQueryResult* status) {
+  const std::string name = symbol;
+  *function = dlsym(RTLD_DEFAULT, (name + "_v2").c_str());
+  if (*function == nullptr) *function = dlsym(RTLD_DEFAULT, symbol);
+  if (status != nullptr) {
+    *status = *function == nullptr ? CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND : CU_GET_PROC_ADDRESS_SUCCESS;
+  }
+  return *function == nullptr ? CUDA_ERROR_NOT_FOUND : CUDA_SUCCESS;
 }
 
 CUresult cuCtxGetDevice(CUdevice* device) {

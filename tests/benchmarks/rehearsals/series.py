@@ -98,7 +98,7 @@ def main() -> None:
         if arguments.kept and not kept.exists():
             continue
         if arguments.again or not kept.exists():
-            folder = checkout(arguments.kempnerforge, row.commit, arguments.out) if row.commit else pathlib.Path(__file__).parent / "scripts"
+            folder = checkout(arguments.kempnerforge, row.commit, arguments.out) if row.commit else pathlib.Path(__file__).parents[3] / "examples" / "rehearse"
             python = interpreters.get(row.environment, sys.executable)
             kept.write_text(json.dumps(run(row, folder, python, arguments.rehearse.split(), arguments.out, arguments.limit)))
         print(line(row, json.loads(kept.read_text())), flush=True)

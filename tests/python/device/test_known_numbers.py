@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the host reads on a device on which nothing computes (device/kernels/numbers.h, device/nccl/played.h)."""
 
+import subprocess
 import sys
 
 from conftest import ROOT, on_device
@@ -33,3 +34,28 @@ def test_a_histogram_without_numbers_is_refused(tmp_path):
     done = on_device([sys.executable, "-c", program], "null", SHARDPLAN_DEVICE_ROUTING=str(tmp_path / "histogram.csv"))
     assert done.returncode == 2
     assert "histogram.csv: expected numbers of at least 0, not all 0" in done.stderr
+
+
+def test_extensions_launch_through_the_runtime_or_are_named(tmp_path):
+    """One launches a kernel by the runtime that the process has; the other has the runtime inside."""
+    (tmp_path / "extension.c").write_text(
+        """
+typedef struct { unsigned x, y, z; } dim3;
+int cudaLaunchKernel(const void*, dim3, dim3, void**, unsigned long, void*);
+void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*);
+int cuGetExportTable(const void**, const void*);
+static char stub;
+int launch(void) {
+  dim3 one = {1, 1, 1};
+  __cudaRegisterFunction(0, &stub, 0, "_Z3addPfS_", 0, 0, 0, 0, 0, 0);
+  return cudaLaunchKernel(&stub, one, one, 0, 0, 0);
+}
+int begin(void) { const void* table; return cuGetExportTable(&table, &stub); }
+"""
+    )
+    library = tmp_path / "extension.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "extension.c")], check=True)
+    program = f"import ctypes; e = ctypes.CDLL({str(library)!r}); print(e.launch(), e.begin() != 0, e.begin() != 0)"
+    done = on_device([sys.executable, "-c", program], "null")
+    assert done.stdout.split() == ["0", "True", "True"], done.stderr
+    assert done.stderr.count(f"{library} brings CUDA's runtime inside (cudart_static): its kernels cannot run here") == 1

@@ -20,6 +20,7 @@ from .launch import Asked, NeedsTooMuch, Outcome, Rehearsal
 from .routing import BadRouting, shares_of
 
 _EXIT_DOES_NOT_FIT, _EXIT_USAGE, _EXIT_BAD_INPUT = 1, 2, 3
+_KEPT_S = 900
 _DESCRIPTION = """\
 Run a training script, as it is, as one rank of a job of any size without a GPU, and print what torch.cuda says of its memory: by step and phase, and
 the peak by category and module. Nothing is computed; torch's own allocator runs. The other ranks are played: each does what this one does."""
@@ -57,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--report", type=file_name, metavar="FILE", help="write a report (shardplan.report/1)")
     result.add_argument("--snapshot", type=file_name, metavar="FILE", help="write PyTorch's own memory snapshot (a pickle, for pytorch.org/memory_viz)")
     result.add_argument("--html", type=file_name, metavar="FILE", help="write a page: steps, the curve of allocated memory, the peak by category and module")
+    result.add_argument("--keep", type=_count, nargs="?", const=_KEPT_S, default=0, metavar="SECONDS", help=f"leave a process that has imported torch, until no run has come for so long (default: {_KEPT_S}): the next run with --keep starts from it")
     result.add_argument("--no-history", action="store_true", help="do not record the allocator's history: no categories and modules, less time")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result
@@ -112,7 +114,7 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
     with files.scratch_folder() as scratch:
         snapshot = str(scratch / "snapshot.pickle") if options.snapshot else None
         history = not options.no_history or bool(options.report or options.html or snapshot)
-        asked = Asked(command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, history, snapshot, routing)
+        asked = Asked(command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, history, snapshot, routing, options.keep)
         outcome = Rehearsal(asked, scratch, say).of_rank(options.rank)
         code = _tell(outcome, device, command)
         result = outcome.told.get("result")

@@ -35,6 +35,7 @@ class Asked:
     history: bool
     snapshot: str | None
     routing: tuple[float, ...] | None  # shares of the experts
+    keep: int  # a warm process for the next run, so many idle seconds; 0: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "snapshot": asked.snapshot if until is None else None,
         "until": until,
         "library_folder": str(asked.library_folder),
+        "keep": asked.keep,
     }
     environment = dict(os.environ)
     for name in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDPLAN_REHEARSE_WORKER", "SHARDPLAN_DEVICE_ROUTING", "SHARDPLAN_DEVICE_POISON"):

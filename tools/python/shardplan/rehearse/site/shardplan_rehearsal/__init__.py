@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rehearsed process does beside its own code. It runs in the interpreter of the script: it needs nothing of the package shardplan, and nothing of torch before the script imports it."""
 
+import os
+
 
 def begin() -> None:
-    """Waits for imports of torch, at the start of a Python process."""
-    from . import imports
+    """Waits for imports of torch, at the start of a Python process; or goes on in a fork of a process that has imported it."""
+    from . import imports, rank
+    from .run import the_run
 
+    if the_run().keep and os.environ.get(rank.WORKER) in (None, str(os.getpid())):
+        from . import kept
+
+        kept.enter()
     imports.before("torch", _torch_comes)
 
 

@@ -13,15 +13,17 @@ import time
 import traceback
 from types import ModuleType
 
-from . import device, history, modules, rank
+from . import device, history, kept, modules, rank
 from .phases import Recorder
 from .run import stop, the_run
 
-_began = time.monotonic()
+_began = 0.0
 
 
 def begin(torch: ModuleType, recorder: Recorder) -> None:
     """Tells the command how it ends: when an error comes out of the script, else with Python's exit handlers. A library may crash in between."""
+    global _began
+    _began = time.monotonic()
     told: list[str] = []
 
     def tell(end: str, error: BaseException | None) -> None:
@@ -31,6 +33,8 @@ def begin(torch: ModuleType, recorder: Recorder) -> None:
         earlier = the_run().told("result")
         if recorder.steps_done or recorder.backwards or not earlier or not earlier["steps"]:
             _tell(torch, recorder, end, error)
+        if the_run().keep and the_run().until is None:
+            kept.start()
 
     def at_exit() -> None:
         error = getattr(sys, "last_value", None)

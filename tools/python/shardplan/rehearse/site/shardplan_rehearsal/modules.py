@@ -108,7 +108,7 @@ def patch_fsdp(module: ModuleType) -> None:
     """A unit of FSDP2 says when its backward begins and ends."""
     import torch
 
-    if not the_run().history or not hasattr(torch._C, "_cuda_setMemoryMetadata"):
+    if not hasattr(torch._C, "_cuda_setMemoryMetadata"):
         return
     for method in ("pre_backward", "post_backward"):
         _wrap(torch, module.FSDPParamGroup, method)
@@ -118,7 +118,7 @@ def _wrap(torch: ModuleType, group: type, method: str) -> None:
     own = getattr(group, method)
 
     def wrapped(self, *arguments: object, **settings: object) -> object:
-        if _recorder is not None:
+        if _recorder is not None and the_run().history:
             _mark(torch, BACKWARD_MARK, _clean(self._module_fqn or "") or ROOT)
         return own(self, *arguments, **settings)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import ModuleType
 
 from . import imports, launchers, worker
 from .rank import WORKER, environment_of
@@ -25,12 +26,26 @@ def take() -> None:
     if launcher:
         imports.behind("torch", lambda _torch: run.tell("torch", {"executable": sys.executable}))
         return
+    _become_worker()
+    worker.watch()
+
+
+def take_in_fork(torch: ModuleType) -> None:
+    """The same in a fork of a process that has imported torch (kept.py)."""
+    if _is_launcher(sys.orig_argv):
+        the_run().tell("torch", {"executable": sys.executable})
+        return
+    _become_worker()
+    worker.begin(torch)
+
+
+def _become_worker() -> None:
+    run = the_run()
     os.environ[WORKER] = str(os.getpid())
     if "RANK" not in os.environ:
         os.environ["SHARDPLAN_DEVICE_COUNT"] = str(run.devices_alone)
         if run.gpus is not None and run.gpus > 1:
             os.environ.update(environment_of(run.gpus, run.gpus_per_node))
-    worker.watch()
 
 
 def _is_launcher(words: list[str]) -> bool:

@@ -2,8 +2,7 @@
 """The process of the rehearsed rank: the pieces that are put in place as the script imports what they change.
 
 [Note: a warm process] The pieces ask for the run, and whether this process is the rank, when they act. So a process may import torch with them in place, and
-be forked for each run: the fork sets SHARDPLAN_REHEARSE, SHARDPLAN_REHEARSE_WORKER and run._run (to None) before the device is used. Only whether a history
-is kept is asked at the import.
+be forked for each run (kept.py).
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from . import imports
 from .run import the_run
 
 
-def watch() -> None:
-    """Called when torch is about to be imported."""
-    imports.behind("torch", _torch_is_there)
+def watch(begins: bool = True) -> None:
+    """Called when torch is about to be imported. begins=False: in a process that is no rank, and whose forks may be."""
+    if begins:
+        imports.behind("torch", begin)
     imports.behind("torch.distributed.rendezvous", _patch("played_store", "patch_rendezvous"))
     imports.behind("torch.distributed.distributed_c10d", _patch_c10d)
     imports.behind("torch.distributed", _patch("played_store", "patch_names"))
@@ -46,7 +46,8 @@ def _patch_c10d(c10d: ModuleType) -> None:
     objects.patch(c10d)
 
 
-def _torch_is_there(torch: ModuleType) -> None:
+def begin(torch: ModuleType) -> None:
+    """This process is the rank, and torch is there."""
     run = the_run()
     run.tell("torch", {"executable": sys.executable, "version": torch.__version__})
     from . import checkpoints, device, ending, modules, phases
