@@ -10,7 +10,8 @@ class Row:
     title: str  # Markdown, the table's first cell
     gpus: int
     command: list[str]
-    published_gib: float | None = None  # torch.cuda.max_memory_allocated that its authors printed, in GiB
+    published_gib: float | None = None  # what its authors printed, in GiB
+    published_of: str = "allocated"  # or "reserved", as torchtitan prints
     environment: str = "base"
     commit: str = ""  # KempnerForge's, in whose files it runs; "": examples/rehearse
     rank: int = 0

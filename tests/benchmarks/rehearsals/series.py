@@ -69,10 +69,9 @@ def line(row: Row, result: dict) -> str:
     published = f"{row.published_gib:.1f}" if row.published_gib else "-"
     if "allocated" not in result:
         return f"| {row.title} | {row.gpus} | stopped ({result['exit']}) | | {published} | | {result['cpu_s']:.0f} | {row.note} |"
-    found = result["allocated"] / GIB
-    off = f"{100 * (found / row.published_gib - 1):+.1f} %" if row.published_gib else "-"
+    off = f"{100 * (result[row.published_of] / GIB / row.published_gib - 1):+.1f} %" if row.published_gib else "-"
     stopped = "" if result["exit"] == 0 else f"exit code {result['exit']}; "
-    return f"| {row.title} | {row.gpus} | {found:.2f} | {result['reserved'] / GIB:.2f} | {published} | {off} | {result['cpu_s']:.0f} | {stopped}{row.note} |"
+    return f"| {row.title} | {row.gpus} | {result['allocated'] / GIB:.2f} | {result['reserved'] / GIB:.2f} | {published} | {off} | {result['cpu_s']:.0f} | {stopped}{row.note} |"
 
 
 def main() -> None:
