@@ -28,6 +28,27 @@ Explanations& TheExplanations() {
   return *explanations;
 }
 
+// Of an H100; what computes a bandwidth must not divide by zero.
+constexpr int kBusWidth = 5120, kClockKhz = 1'980'000, kMemoryClockKhz = 2'619'000;
+
+// Shared memory of a multiprocessor. CUDA C++ Programming Guide, table of technical specifications by
+// compute capability.
+int SharedKib(const Settings& settings) {
+  switch (settings.major * 10 + settings.minor) {
+    case 70:
+      return 97;  // 96 for a block
+    case 80:
+    case 87:
+      return 164;
+    case 86:
+    case 89:
+    case 120:
+      return 100;
+    default:
+      return 228;
+  }
+}
+
 const char* NameOf(cudaError_t error) {
   switch (error) {
     case cudaSuccess:
@@ -174,17 +195,19 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   std::snprintf(properties->name, sizeof(properties->name), "%s", TheSettings().name.c_str());
   properties->totalGlobalMem = TheSettings().capacity_bytes;
   properties->sharedMemPerBlock = 48 << 10;
-  properties->sharedMemPerBlockOptin = 227 << 10;
-  properties->sharedMemPerMultiprocessor = 228 << 10;
+  const int shared_kib = SharedKib(TheSettings());
+  properties->sharedMemPerBlockOptin = static_cast<std::size_t>(shared_kib - 1) << 10;
+  properties->sharedMemPerMultiprocessor = static_cast<std::size_t>(shared_kib) << 10;
   properties->regsPerBlock = 65536;
   properties->regsPerMultiprocessor = 65536;
   properties->warpSize = 32;
   properties->maxThreadsPerBlock = 1024;
   properties->maxThreadsPerMultiProcessor = 2048;
   properties->maxBlocksPerMultiProcessor = 32;
-  properties->multiProcessorCount = 132;
-  properties->major = 9;
-  properties->minor = 0;
+  properties->multiProcessorCount = TheSettings().multiprocessors;
+  properties->major = TheSettings().major;
+  properties->minor = TheSettings().minor;
+  properties->memoryBusWidth = kBusWidth;
   for (int i = 0; i < 3; ++i) {
     properties->maxThreadsDim[i] = i == 2 ? 64 : 1024;
     properties->maxGridSize[i] = i == 0 ? 0x7FFFFFFF : 65535;
@@ -207,6 +230,18 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       break;
     case cudaDevAttrComputeCapabilityMinor:
       *value = properties.minor;
+      break;
+    case cudaDevAttrClockRate:
+      *value = kClockKhz;
+      break;
+    case cudaDevAttrMemoryClockRate:
+      *value = kMemoryClockKhz;
+      break;
+    case cudaDevAttrGlobalMemoryBusWidth:
+      *value = kBusWidth;
+      break;
+    case cudaDevAttrL2CacheSize:
+      *value = properties.l2CacheSize;
       break;
     case cudaDevAttrMultiProcessorCount:
       *value = properties.multiProcessorCount;

@@ -30,6 +30,16 @@ Settings Read() {
     settings.capacity_bytes = NumberOf("SHARDPLAN_DEVICE_BYTES", bytes);
   }
   if (const char* name = std::getenv("SHARDPLAN_DEVICE_NAME")) settings.name = name;
+  if (const char* capability = std::getenv("SHARDPLAN_DEVICE_CAPABILITY")) {
+    int end = 0;
+    const int read = std::sscanf(capability, "%d.%d%n", &settings.major, &settings.minor, &end);
+    if (read != 2 || capability[end] != '\0') {
+      Refuse("SHARDPLAN_DEVICE_CAPABILITY", capability, "two numbers, as 9.0");
+    }
+  }
+  if (const char* count = std::getenv("SHARDPLAN_DEVICE_MULTIPROCESSORS")) {
+    settings.multiprocessors = static_cast<int>(NumberOf("SHARDPLAN_DEVICE_MULTIPROCESSORS", count));
+  }
   if (const char* poison = std::getenv("SHARDPLAN_DEVICE_POISON")) {
     settings.poison = NumberOf("SHARDPLAN_DEVICE_POISON", poison) != 0;
   }

@@ -11,6 +11,8 @@ namespace shardplan::softdevice {
 struct Settings {
   int devices = 8;                                     // SHARDPLAN_DEVICE_COUNT
   std::size_t capacity_bytes = std::size_t{80} << 30;  // SHARDPLAN_DEVICE_BYTES, of each device
+  int major = 9, minor = 0;                            // SHARDPLAN_DEVICE_CAPABILITY=9.0
+  int multiprocessors = 132;                           // SHARDPLAN_DEVICE_MULTIPROCESSORS
   std::string name = "shardplan device in software";   // SHARDPLAN_DEVICE_NAME
   // SHARDPLAN_DEVICE_MODE=inline, lazy:SEED, null or null:slow.
   bool lazy = false;

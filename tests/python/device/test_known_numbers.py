@@ -59,3 +59,11 @@ int begin(void) { const void* table; return cuGetExportTable(&table, &stub); }
     done = on_device([sys.executable, "-c", program], "null")
     assert done.stdout.split() == ["0", "True", "True"], done.stderr
     assert done.stderr.count(f"{library} brings CUDA's runtime inside (cudart_static): its kernels cannot run here") == 1
+
+
+def test_the_device_is_of_the_kind_that_is_asked_for():
+    program = "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.major, p.minor, p.multi_processor_count, p.shared_memory_per_block_optin)"
+    kind = {"SHARDPLAN_DEVICE_NAME": "NVIDIA_A100", "SHARDPLAN_DEVICE_CAPABILITY": "8.0", "SHARDPLAN_DEVICE_MULTIPROCESSORS": "108"}
+    assert on_device([sys.executable, "-c", program], "null", **kind).stdout.split() == ["NVIDIA_A100", "8", "0", "108", str(163 << 10)]
+    refused = on_device([sys.executable, "-c", program], "null", SHARDPLAN_DEVICE_CAPABILITY="ninety")
+    assert refused.returncode == 2 and "SHARDPLAN_DEVICE_CAPABILITY=ninety, expected two numbers, as 9.0" in refused.stderr

@@ -110,6 +110,11 @@ def memory(part: Part) -> list[Step]:
     return [Step([PYTHON, "tests/python/device/memory_random.py", "--seed", str(part.position), "--cases", str(part.count)], last_line, python())]
 
 
+def rehearsed(part: Part) -> list[Step]:
+    words = [PYTHON, "tests/python/device/memory_random.py", "--rehearsed", "--seed", str(part.position), "--cases", str(part.count)]
+    return [Step(words, last_line, python())]
+
+
 # ---- others ----
 
 
@@ -302,11 +307,12 @@ ALL = [
     Series("conformance_cpu", "the cpu backend: every case on Gloo ranks", conformance_cpu, 4, 16, length=lambda: SLICES,
            build=build("dev", "executor_cpu_conformance_test")),
     Series("adapter", "random models and settings on cuda next to real FSDP1 and FSDP2", adapter, 6, 60, FIRST_SEED,
-           build=build("dev", "product", "shardplan_device", "shardplan_device_kernels")),
+           build=build("dev", "product")),
     Series("adapter_files", "the adapter's Python tests on cuda", adapter_file, 1, 4, length=lambda: len(adapter_files()),
-           build=build("dev", "product", "shardplan_device", "shardplan_device_kernels")),
+           build=build("dev", "product")),
     Series("memory", "peaks of random trainings by PyTorch's own allocator", memory, 4, 60, FIRST_SEED,
-           build=build("dev", "product", "shardplan_device", "shardplan_device_kernels")),
+           build=build("dev", "product")),
+    Series("rehearsed", "random trainings by shardplan rehearse next to shardplan memory", rehearsed, 4, 30, FIRST_SEED, build=build("dev", "product")),
     Series("backend_mutations", "mutations of the cuda backend, each of which has to be seen", backend_mutations, 1, 4,
            length=lambda: len(mutations()), build=build("dev", "executor_cuda_conformance_test")),
     Series("off_plan", "what users do that a plan does not have, next to real FSDP1 and FSDP2", off_plan, 8, 80, length=off_plan_cases,

@@ -10,7 +10,7 @@ from conftest import ROOT, build_folder
 
 SITE = ROOT / "tools" / "python" / "shardplan" / "rehearse" / "site"
 sys.path[:0] = [str(ROOT / "tools" / "python"), str(SITE)]
-from shardplan.rehearse.device import NCCL_BYTES
+from shardplan.rehearse.device import NCCL_BYTES, device_of
 from shardplan_rehearsal import phases, roles, run
 
 
@@ -113,3 +113,13 @@ def test_nccl_takes_what_shardplan_memory_says(shardplan, tmp_path):
         pytest.skip("no command")
     shardplan("plan", ROOT / "examples" / "three_layers" / "trace.json", "--ranks", 8, "--unit", "layers.*", "-q", "-o", tmp_path / "plan.json")
     assert f"{NCCL_BYTES}" in shardplan("memory", tmp_path / "plan.json", "-q").stdout.replace(",", "")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name", "capability", "multiprocessors"),
+    [("h100_sxm", "NVIDIA H100 SXM 80GB", "9.0", 132), ("a100_80_8", "NVIDIA A100 SXM 80GB", "8.0", 108), ("b200_8", "NVIDIA B200 SXM 180GB", "10.0", 148), ("gb200_nvl72_72", "NVIDIA GB200 186GB", "10.0", 148)],
+)
+def test_a_clusters_device_is_of_its_kind(monkeypatch, cluster, name, capability, multiprocessors):
+    monkeypatch.setenv("SHARDPLAN_PROGRAMS", str(build_folder() / "bin"))
+    device = device_of(cluster, None, None)
+    assert (device.cuda_name, device.capability, device.multiprocessors) == (name, capability, multiprocessors)

@@ -19,6 +19,14 @@ _OPENED_AS = ("libcuda.so.1", "libnvidia-ml.so.1")
 NCCL_BYTES = 16 * ((4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
 
 
+# Compute capability and multiprocessors by a part of the device's name (NVIDIA's data sheets). PyTorch's kernels take scratch by them. The first that fits.
+_KINDS = {
+    "V100": ("7.0", 80), "A100": ("8.0", 108), "A800": ("8.0", 108), "A10": ("8.6", 72), "A40": ("8.6", 84), "A6000": ("8.6", 84), "L40": ("8.9", 142), "L4": ("8.9", 58),
+    "H20 ": ("9.0", 78), "H100 PCIe": ("9.0", 114), "H100": ("9.0", 132), "H800": ("9.0", 132), "H200": ("9.0", 132), "B200": ("10.0", 148), "B300": ("10.3", 148),
+}  # fmt: skip
+_OTHER_KIND = ("9.0", 132)
+
+
 class NoDevice(Exception):
     """The device in software is not there."""
 
@@ -33,6 +41,13 @@ class Device:
     name: str  # "H100 SXM 80GB"
     memory_bytes: int
     context_bytes: int
+    capability: str  # "9.0"
+    multiprocessors: int
+
+    @property
+    def cuda_name(self) -> str:
+        """As torch.cuda.get_device_name says it."""
+        return self.name if self.name.startswith("NVIDIA") else f"NVIDIA {self.name}"
 
 
 def device_folder() -> Path:
@@ -73,7 +88,8 @@ def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Devic
     path = _answer({"cluster": cluster, "ranks": gpus or 0}, "path")
     document = json.loads(_answer({"document": path}, "text"))
     device = document["device"]
-    return Device(document["name"], device["name"], memory_bytes or device["memory_bytes"], device.get("context_bytes", 0))
+    capability, multiprocessors = next((kind for part, kind in _KINDS.items() if part in f"{device['name']} "), _OTHER_KIND)
+    return Device(document["name"], device["name"], memory_bytes or device["memory_bytes"], device.get("context_bytes", 0), capability, device.get("multiprocessors", multiprocessors))
 
 
 def _answer(question: dict, field: str) -> str:

@@ -75,7 +75,9 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "SHARDPLAN_DEVICE_MODE": "null",
         "SHARDPLAN_DEVICE_BYTES": str(asked.device.memory_bytes),
         "SHARDPLAN_DEVICE_COUNT": str(per_node),
-        "SHARDPLAN_DEVICE_NAME": asked.device.name,
+        "SHARDPLAN_DEVICE_NAME": asked.device.cuda_name,
+        "SHARDPLAN_DEVICE_CAPABILITY": asked.device.capability,
+        "SHARDPLAN_DEVICE_MULTIPROCESSORS": str(asked.device.multiprocessors),
         "SHARDPLAN_REHEARSE": json.dumps(run),
         # Nobody of these would find a peer.
         "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -119,6 +121,8 @@ class Rehearsal:
         folder.mkdir()
         log = folder / "output"
         environment = environment_of(self._asked, rank, folder, self._messages, until)
+        if self._asked.keep:
+            environment["SHARDPLAN_REHEARSE_KEEP"] = "1"
         if self._asked.routing is not None:
             shares = self._scratch / "routing"
             shares.write_text("\n".join(map(repr, self._asked.routing)) + "\n")

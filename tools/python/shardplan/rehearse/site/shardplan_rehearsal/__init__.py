@@ -6,13 +6,13 @@ import os
 
 def begin() -> None:
     """Waits for imports of torch, at the start of a Python process; or goes on in a fork of a process that has imported it."""
-    from . import imports, rank
-    from .run import the_run
+    from . import imports
 
-    if the_run().keep and os.environ.get(rank.WORKER) in (None, str(os.getpid())):
-        from . import kept
+    if "SHARDPLAN_REHEARSE_KEEP" in os.environ:
+        from . import kept, rank
 
-        kept.enter()
+        if os.environ.get(rank.WORKER) in (None, str(os.getpid())):
+            kept.enter()
     imports.before("torch", _torch_comes)
 
 

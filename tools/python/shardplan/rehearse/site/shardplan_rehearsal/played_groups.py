@@ -36,14 +36,18 @@ def _patch_splits(c10d: ModuleType) -> None:
 
     c10d._process_group_color = color
     if hasattr(c10d, "_get_split_source"):
-        c10d._get_split_source = lambda _group, _backend: None
+        c10d._get_split_source = lambda *_group_and_backend: None
     c10d.split_group = split_group
 
 
 def _patch_gloo(c10d: ModuleType) -> None:
     from torch._C._distributed_c10d import FakeProcessGroup
 
-    class PlayedGloo:
+    class IsFake(type):  # before 2.15 c10d asks whether what it made is of this class
+        def __instancecheck__(cls, backend: object) -> bool:
+            return isinstance(backend, FakeProcessGroup)
+
+    class PlayedGloo(metaclass=IsFake):
         def __new__(cls, store: object, rank: int, size: int, timeout: object = None, **_settings: object) -> object:
             options = FakeProcessGroup.Options()
             if hasattr(options, "simulate_uniform_ranks"):
@@ -54,9 +58,25 @@ def _patch_gloo(c10d: ModuleType) -> None:
         """Every peer comes."""
 
     c10d.ProcessGroupGloo = PlayedGloo
+    if not hasattr(FakeProcessGroup.Options(), "simulate_uniform_ranks"):
+        _add_up(c10d)
+        FakeProcessGroup._set_sequence_number_for_group = lambda _backend: None
     c10d.monitored_barrier = monitored_barrier
     # TORCH_DISTRIBUTED_DEBUG=DETAIL compares collectives of ranks over Gloo.
     c10d._create_process_group_wrapper = lambda wrapped_pg, *_arguments, **_settings: wrapped_pg
+
+
+def _add_up(c10d: ModuleType) -> None:
+    """Before 2.15 a fake group's sum is this rank's part alone."""
+    own = c10d.all_reduce
+
+    def all_reduce(tensor: object, op: object = c10d.ReduceOp.SUM, group: object = None, async_op: bool = False) -> object:
+        work = own(tensor, op, group, async_op)
+        if tensor.is_cpu and op == c10d.ReduceOp.SUM:
+            tensor.mul_(c10d.get_world_size(group))
+        return work
+
+    c10d.all_reduce = all_reduce
 
 
 def _patch_gather(c10d: ModuleType) -> None:
@@ -85,6 +105,9 @@ def _watch_nccl(c10d: ModuleType) -> None:
 
         return create
 
+    if not hasattr(c10d, "ProcessGroupNCCL2"):
+        _watch_made_at_once(c10d)
+        return
     register = c10d.Backend.register_backend.__func__
 
     def register_backend(cls: type, name: str, func, *arguments: object, **settings: object) -> None:
@@ -94,3 +117,19 @@ def _watch_nccl(c10d: ModuleType) -> None:
     for name, plugin in list(c10d.Backend._plugins.items()):
         if name.startswith("NCCL"):
             c10d.Backend._plugins[name] = plugin._replace(creator_fn=watched(plugin.creator_fn))
+
+
+def _watch_made_at_once(c10d: ModuleType) -> None:
+    """Before 2.15 a group has its backends when it is made, by the class's name."""
+    make = c10d._new_process_group_helper
+
+    def _new_process_group_helper(*arguments: object, **settings: object) -> object:
+        made = make(*arguments, **settings)
+        group = made[0] if isinstance(made, tuple) else made
+        for kind in getattr(group, "_device_types", ()):
+            backend = group._get_backend(kind)
+            if isinstance(backend, c10d.ProcessGroupNCCL) and backend.size() > 1:
+                device.watch_communicator(backend)
+        return made
+
+    c10d._new_process_group_helper = _new_process_group_helper

@@ -20,7 +20,7 @@ from .run import the_run
 
 _NCCL_ID_BYTES = 128
 # ProcessGroupNCCL counts its communicators, of two ranks it names both; ProcessGroupNCCL2 has a word before the count.
-_NCCL_KEY = re.compile(r"/cuda//.*?(^|/)\d+(:\d+)?$|UniqueNCCLID|nccl_storekey_\d+$")
+_NCCL_KEY = re.compile(r"/cuda//(.*/)?\d+(:\d+)?$|UniqueNCCLID|nccl_storekey_\d+$")
 _NUMBER = re.compile(r"\d+")
 _kept: list[object] = []  # C++ keeps the store, not its Python object
 
