@@ -30,7 +30,9 @@ ROWS = [
     script("fsdp2_compiled_8", "FSDP2 alone, compiled layers", 8, "fsdp2.py", "--compile"),
     script("fsdp2_float8_8", "FSDP2 alone, torchao float8", 8, "fsdp2.py", "--float8", environment="float8"),
     script("trainer_8", "Hugging Face Trainer, accelerate's FSDP2", 8, "trainer.py"),
+    Row("trainer_accelerate_8", "the same by `accelerate launch`", 8, ["accelerate", "launch", "--num_processes", "8", "trainer.py"], device_memory=H100),
     script("zero3_8", "DeepSpeed ZeRO-3", 8, "zero3.py", environment="deepspeed"),
+    Row("zero3_deepspeed_8", "the same by `deepspeed`", 8, ["deepspeed", "--num_gpus", "8", "zero3.py"], environment="deepspeed", device_memory=H100),
     script("megatron_8", "megatron-fsdp", 8, "megatron.py", environment="deepspeed"),
     titan("llama3", "llama3_8b", 8, "torchtitan llama3 8B", EAGER),
     titan("llama3", "llama3_8b", 64, "torchtitan llama3 8B", EAGER),
@@ -41,10 +43,10 @@ ROWS = [
     titan("deepseek_v3", "deepseek_v3_16b", 32, "torchtitan deepseek_v3 16B, EP 32", "--parallelism.expert-parallel-degree", "32", suffix="_ep32"),
     titan("qwen3", "qwen3_30b_a3b", 8, "torchtitan qwen3 30B-A3B", EAGER),
     titan("qwen3", "qwen3_30b_a3b", 64, "torchtitan qwen3 30B-A3B, EP 8", EAGER, "--parallelism.expert-parallel-degree", "8", suffix="_ep8"),
-    # torchtitan#3434 (June 2026): forced balance, no overlap. pytorch#179937 (April 2026): sequence 4096, batch 2, before its change.
+    # torchtitan#3434 (June 2026): forced balance, no overlap.
     titan("graph_trainer.deepseek_v3", "graph_trainer_deepseek_v3_16b", 32, "torchtitan's graph trainer, deepseek_v3 16B, EP 32", "--parallelism.expert-parallel-degree", "32",
           "--debug.moe-force-load-balance", reserved_gib=54.01),
-    titan("graph_trainer.llama3", "graph_trainer_llama3_8b", 8, "torchtitan's graph trainer, llama3 8B, batch 2 x 4096", EAGER, "--training.seq-len", "4096", "--training.local-batch-size", "2", reserved_gib=57.96),
+    titan("graph_trainer.llama3", "graph_trainer_llama3_8b", 8, "torchtitan's graph trainer, llama3 8B, batch 2 x 4096", EAGER, "--training.seq-len", "4096", "--training.local-batch-size", "2"),
     titan("titan_flex", "gpt_oss_20b", 8, "torchtitan gpt_oss 20B, flex attention", EAGER),
     titan("titan_flex", "gpt_oss_120b", 64, "torchtitan gpt_oss 120B, flex attention", EAGER),
 ]

@@ -91,12 +91,10 @@ ROWS = [
     *mfu_scaling(),
     validation("debug", 4, "debug.toml: 20M, FSDP 4", 0.7),
     validation("hf_wikitext", 4, "hf_wikitext.toml: 77M, FSDP 4", 6.5, compiled=False),
-    validation("7b", 4, "7b.toml: 7B, FSDP 4", 81.0, compiled=False),
-    validation("7b_12gpu_tp4", 12, "7b_12gpu_tp4.toml: TP 4 x FSDP 3", 30.4, compiled=False),
-    validation("7b_32gpu_fsdp", 32, "7b_32gpu_fsdp.toml: FSDP 32", 51.3, compiled=False),
+    *(validation(config, gpus, f"{config}.toml: {shape}", gib, compiled=compiled) for config, gpus, shape, gib in (
+        ("7b", 4, "7B, FSDP 4", 81.0), ("7b_12gpu_tp4", 12, "TP 4 x FSDP 3", 30.4), ("7b_32gpu_fsdp", 32, "FSDP 32", 51.3), ("70b_32gpu_tp4", 32, "TP 4 x FSDP 8", 93.2)) for compiled in (False, True)),
     validation("13b_32gpu_tp4_pp2", 32, "13b_32gpu_tp4_pp2.toml: TP 4 x PP 2 x FSDP 4", 24.0),
     validation("29b_32gpu_tp4_pp2", 32, "29b_32gpu_tp4_pp2.toml: TP 4 x PP 2 x FSDP 4", 32.8),
-    validation("70b_32gpu_tp4", 32, "70b_32gpu_tp4.toml: TP 4 x FSDP 8", 93.2, compiled=False),
     validation("70b_32gpu_tp4_pp4", 32, "70b_32gpu_tp4_pp4.toml: TP 4 x PP 4 x FSDP 2", 51.0),
     *(packed(experts, ep, batch, is_packed, gib) for experts, ep, batch, is_packed, gib in (
         (8, 1, 4, False, 50.2), (8, 1, 4, True, 49.8), (16, 1, 4, False, 71.9), (16, 1, 4, True, 70.7), (64, 4, 1, False, 127.5), (64, 4, 1, True, 127.9))),
