@@ -92,12 +92,14 @@ std::vector<SegmentEntry> ProductAndNorm() {
 }
 
 TEST(WaitingGradients, AreWidenedAndAddedOneByOneFrom215On) {
-  const std::vector<std::int64_t> expected = {
-      kOutput, kWeight, kInput,    -kOutput, 2 * kWeight, -kWeight,  // behind what the product's node
-                                                                     // releases
-      kNext,   kNorm,   2 * kNorm, -kNorm,   -kInput,     -kNext,    // before what the norm's does
-      kOutput, kWeight, kInput,    -kOutput, -kWeight,               // added
-      kNext,   kNorm,   -kInput,   -kNext,   -kNorm,      -2 * kWeight, -2 * kNorm};
+  // The weight's is widened behind what the product's node releases, the norm's before what its node does.
+  const std::vector<std::int64_t> widened = {kOutput, kWeight, kInput,    -kOutput, 2 * kWeight, -kWeight,
+                                             kNext,   kNorm,   2 * kNorm, -kNorm,   -kInput,     -kNext};
+  const std::vector<std::int64_t> added = {kOutput, kWeight, kInput,  -kOutput, -kWeight,
+                                           kNext,   kNorm,   -kInput, -kNext,   -kNorm};
+  std::vector<std::int64_t> expected = widened;
+  expected.insert(expected.end(), added.begin(), added.end());
+  expected.insert(expected.end(), {-2 * kWeight, -2 * kNorm});
   EXPECT_EQ(Actions(TwoMicrobatches(PyTorchVersion::k2_15, ProductAndNorm())), expected);
 }
 
