@@ -2,6 +2,7 @@
 #include "memory/gradient_memory.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "memory/categories.h"
@@ -34,6 +35,7 @@ GradientMemory::GradientMemory(const Plan& plan, bool kernel_temporaries, Buffer
     : plan_(plan),
       buffers_(buffers),
       blocks_(blocks),
+      autograd_adds_up_(buffers.on_device() && AutogradAddsUp(plan)),
       views_gradients_(kernel_temporaries && buffers.on_device() &&
                        KnobsOf(plan.policy).steps_original_parameters(plan.strategy)),
       has_gradient_(plan.units.size()) {
@@ -46,9 +48,58 @@ GradientMemory::GradientMemory(const Plan& plan, bool kernel_temporaries, Buffer
   }
 }
 
+void GradientMemory::BeginSegment(const Segment& segment, const MemoryPoint& at) {
+  made_.clear();
+  arriving_.clear();
+  segment_ = &segment;
+  if (!autograd_adds_up_) return;
+  arrivals_ = ArrivalsOf(plan_, segment, at);
+  arrived_.assign(segment.grads.size(), false);
+}
+
+void GradientMemory::Add(std::int32_t block, std::size_t op) {
+  const std::size_t gradient = NameArriving(block);
+  if (gradient == arrivals_.size()) return made_.push_back(block);
+  arrived_[gradient] = true;
+  const GradientPlaces places = PlacesOf(*segment_, op);
+  const bool widened = arrivals_[gradient].kind == GradientArrival::kIsWidened;
+  arriving_.push_back({block, gradient, widened ? places.widened : places.added});
+}
+
+std::size_t GradientMemory::NameArriving(std::int32_t block) {
+  const Bytes made = blocks_.At(block).requested_bytes;
+  for (std::size_t g = 0; g < arrivals_.size(); ++g) {
+    if (arrivals_[g].kind == GradientArrival::kStays || arrived_[g]) continue;
+    const SegmentGrad& grad = segment_->grads[g];
+    for (const BufferId id : buffers_of_[static_cast<std::size_t>(grad.unit)]) {
+      const Buffer& buffer = BufferOf(id);
+      const std::size_t part = PartOf(buffer, grad.parameter);
+      if (part >= buffer.parts_bytes.size() || buffer.parts_bytes[part] != made) continue;
+      blocks_.Rename(block, grad.unit, id, static_cast<std::int32_t>(part));
+      return g;
+    }
+  }
+  return arrivals_.size();
+}
+
+void GradientMemory::Arrive(std::int32_t entry) {
+  std::erase_if(arriving_, [&](const Arriving& arriving) {
+    if (arriving.behind >= entry) return false;
+    const GradientArrival& arrival = arrivals_[arriving.gradient];
+    // What is alive already stays as it is.
+    if (arrival.kind == GradientArrival::kIsWidened)
+      buffers_.Allocate(arrival.sum, blocks_.At(arriving.block).stream);
+    blocks_.Free(arriving.block);
+    return true;
+  });
+}
+
 void GradientMemory::EndSegment(const Segment& segment, MemoryBlock block) {
+  ComeTo(std::numeric_limits<std::int32_t>::max());
   std::vector<std::pair<BufferId, std::size_t>> missing;
-  for (const SegmentGrad& grad : segment.grads) {
+  for (std::size_t g = 0; g < segment.grads.size(); ++g) {
+    const SegmentGrad& grad = segment.grads[g];
+    if (autograd_adds_up_ && arrived_[g]) continue;
     if (grad.unit < 0 || grad.unit >= std::ssize(buffers_of_)) continue;
     for (const BufferId id : buffers_of_[static_cast<std::size_t>(grad.unit)]) {
       const Buffer& buffer = BufferOf(id);

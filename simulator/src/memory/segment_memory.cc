@@ -51,18 +51,19 @@ void SegmentMemory::Run(const Instruction& compute) {
   const Segment& segment = plan_.segments[static_cast<std::size_t>(compute.segment)];
   MemoryBlock block{
       .stream = std::max(compute.stream, 0), .unit = segment.unit, .microbatch = cursor_.microbatch};
-  gradients_.BeginSegment();
+  gradients_.BeginSegment(segment, cursor_.at);
   kernel_.entry = kNoKernel;
   const auto index = static_cast<std::size_t>(compute.segment);
   for (const ModelAction* a = model_.First(index); a != model_.End(index); ++a) {
     const ModelAction& action = *a;
     cursor_.at.entry = action.entry;
+    gradients_.ComeTo(action.entry);
     if (kernel_temporaries_) PassKernel(segment, static_cast<std::size_t>(action.entry), block);
     switch (action.kind) {
       case ModelAction::kMakesGrad:
         block.requested_bytes = action.bytes;
         block.category = action.category;
-        gradients_.Add(blocks_.Allocate(block));
+        gradients_.Add(blocks_.Allocate(block), OperatorOf(segment, static_cast<std::size_t>(action.entry)));
         break;
       case ModelAction::kMakes:
         Make(action, block);

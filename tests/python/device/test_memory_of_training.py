@@ -2,7 +2,6 @@
 """PyTorch's own allocator under real FSDP2 and FSDP1, on a device on which nothing computes (docs/internals/device.md), next to what `shardplan memory` says."""
 
 import pytest
-from conftest import installed_pytorch
 from memory_random import difference
 
 CASES = {
@@ -19,12 +18,6 @@ CASES = {
 }
 
 
-# 2.15 widens gradients that wait one by one as autograd adds them, plans all of a unit at its post-backward (docs/reference/pytorch-versions.md).
-OTHERWISE = {"2.15": {"64 ranks, accumulated and widened"}}
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_rows_and_peaks_are_those_of_the_real_allocator(name, tmp_path, request):
-    if name in OTHERWISE.get(installed_pytorch(), ()):
-        request.node.add_marker(pytest.mark.xfail(strict=True, reason="gradients that wait are widened one by one"))
+def test_rows_and_peaks_are_those_of_the_real_allocator(name, tmp_path):
     assert difference({"case": name, "model": {}, "knobs": CASES[name]}, tmp_path) == ""
