@@ -14,7 +14,7 @@ import time
 import pytest
 from test_rehearse import SCRIPTS, rehearse
 
-IDLE_S = "25"
+IDLE_S = "240"  # the fixture ends it
 
 
 @pytest.fixture
