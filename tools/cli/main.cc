@@ -138,6 +138,10 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"bash", "zsh"}))
       ->trigger_on_parse();
   try {
+    // CLI11 would take the first -- for its own. Behind it is what the user starts.
+    if (argc > 1 && std::string_view(argv[1]) == "rehearse") {
+      return cli::Fail(cli::ExecutePythonCommand("rehearse", {argv + 2, argv + argc}));
+    }
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     const std::string_view word = argc > 1 ? argv[1] : "";

@@ -10,7 +10,7 @@ from conftest import ROOT
 TRACE = ROOT / "examples" / "three_layers" / "trace.json"
 CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
 COMMANDS = (
-    "sweep evaluate memory trace plan optimize certify validate simulate cost calibrate import-profile allocator-replay explain explain-memory compare diff show run export conformance layout reshard reshard-checkpoint doctor".split()
+    "sweep evaluate memory rehearse trace plan optimize certify validate simulate cost calibrate import-profile allocator-replay explain explain-memory compare diff show run export conformance layout reshard reshard-checkpoint doctor".split()
 )
 
 

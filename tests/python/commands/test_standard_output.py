@@ -108,7 +108,7 @@ def test_exit_4_and_a_reason(name, way, plans):
 def test_every_command_is_tried():
     said = subprocess.run([program()], capture_output=True, text=True, check=False).stderr
     commands = set(re.search(r"The commands are (.*)", said).group(1).split())
-    delegated = {"trace", "calibrate", "import-profile", "sweep", "evaluate", "doctor"} | (set() if HAS_EXECUTOR else {"run"})  # below or in Python, and `run` where it is not built
+    delegated = {"trace", "calibrate", "import-profile", "sweep", "evaluate", "doctor", "rehearse"} | (set() if HAS_EXECUTOR else {"run"})  # below or in Python, and `run` where it is not built
     assert {words[0] for words in SHORT.values() if not words[0].startswith("-")} == commands - delegated
 
 

@@ -33,7 +33,7 @@ def place():
 def _is_kept(process: str, folder: pathlib.Path) -> bool:
     try:
         command = pathlib.Path(f"/proc/{process}/cmdline").read_bytes()
-        return b"kept.serve(" in command and f"TMPDIR={folder}".encode() in pathlib.Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        return b"kept_process.serve(" in command and f"TMPDIR={folder}".encode() in pathlib.Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
 
@@ -60,7 +60,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(3):
     model(torch.randn(64, int(sys.argv[1]), device="cuda")).sum().backward(); optimizer.step(); optimizer.zero_grad()
 parent = open(f"/proc/{os.getppid()}/cmdline").read()
-print("warm" if "kept.serve(" in parent else "cold", os.environ["ONCE"], __name__, random.random())
+print("warm" if "kept_process.serve(" in parent else "cold", os.environ["ONCE"], __name__, random.random())
 """
     )
     words = ("--gpus", "64", "--rank", "5", "--keep", IDLE_S, "--steps", "0", "--", "torchrun", "--nproc_per_node", "8", script)

@@ -88,6 +88,8 @@ def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Devic
     path = _answer({"cluster": cluster, "ranks": gpus or 0}, "path")
     document = json.loads(_answer({"document": path}, "text"))
     device = document["device"]
+    if memory_bytes is not None and memory_bytes <= device.get("context_bytes", 0):
+        raise BadCluster(f"--device-memory: a CUDA context alone takes {device['context_bytes']} bytes (found {memory_bytes}, expected more; 80GB is a size)")
     capability, multiprocessors = next((kind for part, kind in _KINDS.items() if part in f"{device['name']} "), _OTHER_KIND)
     return Device(document["name"], device["name"], memory_bytes or device["memory_bytes"], device.get("context_bytes", 0), capability, device.get("multiprocessors", multiprocessors))
 

@@ -13,7 +13,7 @@ import time
 import traceback
 from types import ModuleType
 
-from . import device, history, kept, modules, rank
+from . import checkpoints, device, history, kept, modules, rank
 from .phases import Recorder
 from .run import stop, the_run
 
@@ -30,6 +30,7 @@ def begin(torch: ModuleType, recorder: Recorder) -> None:
         if told or not rank.is_this_process():
             return
         told.append(end)
+        checkpoints.take_away_empty_folders()
         earlier = the_run().told("result")
         if recorder.steps_done or recorder.backwards or not earlier or not earlier["steps"]:
             _tell(torch, recorder, end, error)

@@ -31,16 +31,18 @@ def patch(c10d: ModuleType) -> None:
             return broadcast(object_list, src, group, *arguments, group_src=group_src, **settings)
         object_list[:] = _recorded(name, sender)
 
-    def scatter_object_list(output: list, objects: list | None = None, src: int | None = None, group: object = None, group_src: int | None = None, **settings: object) -> None:
+    def scatter_object_list(
+        scatter_object_output_list: list, scatter_object_input_list: list | None = None, src: int | None = None, group: object = None, group_src: int | None = None, **_settings: object
+    ) -> None:
         if c10d._rank_not_in_group(group):
             return
         sender = _global_sender(c10d, group, src, group_src)
         name = _name(c10d, group, sender, "scatter")
         if sender == c10d.get_rank():
-            _record(name, list(objects))
-            output[0] = objects[c10d.get_rank(group)]
+            _record(name, list(scatter_object_input_list))
+            scatter_object_output_list[0] = scatter_object_input_list[c10d.get_rank(group)]
         else:
-            output[0] = _recorded(name, sender)[c10d.get_rank(group)]
+            scatter_object_output_list[0] = _recorded(name, sender)[c10d.get_rank(group)]
 
     def send_object_list(object_list: list, dst: int | None = None, group: object = None, *arguments: object, group_dst: int | None = None, **settings: object) -> None:
         receiver = dst if group_dst is None else c10d.get_global_rank(group or c10d.group.WORLD, group_dst)

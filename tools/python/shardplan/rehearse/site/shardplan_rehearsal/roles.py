@@ -9,7 +9,7 @@ from types import ModuleType
 
 from . import imports, launchers, worker
 from .rank import WORKER, environment_of
-from .run import the_run
+from .run import refuse, the_run
 
 _LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "ds"}
 _LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli", "deepspeed.launcher.runner", "deepspeed"}
@@ -21,6 +21,7 @@ def take() -> None:
     imports.missing("torch", lambda: run.tell("no_torch", {"executable": sys.executable}))
     launcher = _is_launcher(sys.orig_argv)
     if not launcher and os.environ.get(WORKER) not in (None, str(os.getpid())):
+        imports.behind("torch.distributed.distributed_c10d", _refuse_groups)
         return
     launchers.watch()
     if launcher:
@@ -28,6 +29,15 @@ def take() -> None:
         return
     _become_worker()
     worker.watch()
+
+
+def _refuse_groups(c10d: ModuleType) -> None:
+    """A process that the rank has started makes a group: its peers would wait for each other."""
+
+    def init_process_group(*_arguments: object, **_settings: object) -> None:
+        refuse(3, "the script starts its ranks as processes of its own, which cannot be rehearsed: start it by torchrun, or its ranks by torch.multiprocessing.spawn")
+
+    c10d.init_process_group = init_process_group
 
 
 def take_in_fork(torch: ModuleType) -> None:

@@ -20,6 +20,20 @@ def patch_inductor(benchmarking: ModuleType) -> None:
                 setattr(kind, name, once)
 
 
+def patch_profiler(profiler: ModuleType) -> None:
+    """CUPTI counts what a driver does, and ends the process where it is none: a profile has the host's part."""
+
+    def without_cuda(own):
+        def call(config: object, activities: set, *rest: object, **settings: object) -> object:
+            kinds = {kind for kind in activities if kind != profiler.ProfilerActivity.CUDA}
+            return own(config, kinds, *rest, **settings)
+
+        return call
+
+    for name in ("_prepare_profiler", "_enable_profiler"):
+        setattr(profiler, name, without_cuda(getattr(profiler, name)))
+
+
 def patch_triton(testing: ModuleType) -> None:
     def once(function, *_arguments: object, quantiles: list[float] | None = None, return_mode: str = "mean", **_settings: object) -> float | list[float]:
         function()
