@@ -16,6 +16,7 @@
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -45,6 +46,15 @@ std::vector<double> ReadShares(const char* path) {
                "device in software: SHARDPLAN_DEVICE_ROUTING=%s: expected numbers of at least 0, not all 0\n",
                path);
   std::_Exit(2);
+}
+
+void SayOnce(std::size_t shares, std::int64_t experts) {
+  static auto* const mutex = new std::mutex();
+  static auto* const said = new std::set<std::int64_t>();
+  const std::lock_guard lock(*mutex);
+  if (!said->insert(experts).second) return;
+  std::fprintf(stderr, "device in software: a choice among %lld is balanced: the routing has %zu shares\n",
+               static_cast<long long>(experts), shares);
 }
 
 // Inclusion probabilities of the experts: proportional to the shares, at most 1 each, `k` in all.
@@ -169,7 +179,9 @@ const Routing& Routing::Get() {
 
 std::vector<std::int64_t> Routing::Choose(std::int64_t rows, std::int64_t k, std::int64_t experts) const {
   std::vector<std::int64_t> chosen(static_cast<std::size_t>(rows * k));
-  if (static_cast<std::int64_t>(shares_.size()) != experts || k >= experts) {
+  const bool fits = static_cast<std::int64_t>(shares_.size()) == experts;
+  if (!fits && !shares_.empty()) SayOnce(shares_.size(), experts);
+  if (!fits || k >= experts) {
     for (std::int64_t i = 0; i < rows * k; ++i) chosen[static_cast<std::size_t>(i)] = i % experts;
     return chosen;
   }

@@ -17,7 +17,6 @@ HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()
 # Words with {file}, which the command reads.
 READERS = {
     "rehearse --cluster": ("rehearse", "--cluster", "{file}", "-q", "--", "true"),
-    "rehearse --routing": ("rehearse", "--routing", "{file}", "-q", "--", "true"),
     "plan": ("plan", "{file}", "-o", "/dev/null"),
     "plan --strategy": ("plan", "{trace}", "--ranks", "2", "--strategy", "{file}", "-o", "/dev/null"),
     "plan --cluster": ("plan", "{trace}", "--cluster", "{file}", "-o", "/dev/null"),

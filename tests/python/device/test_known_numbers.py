@@ -25,6 +25,7 @@ print(torch.bincount(experts.flatten(), minlength=8).tolist(), torch.randn(8192,
     done = on_device([sys.executable, "-c", program], "null", SHARDPLAN_DEVICE_ROUTING=str(tmp_path / "histogram.csv"))
     assert done.returncode == 0, done.stderr[-3000:]
     # Two of a token's experts: expert 0 can have every token at most. Other numbers of experts are balanced.
+    assert done.stderr.count("a choice among 4 is balanced: the routing has 8 shares") == 1
     assert done.stdout.strip() == "[8192, 4096, 2048, 2048, 0, 0, 0, 0] [2048, 2048, 2048, 2048]"
 
 

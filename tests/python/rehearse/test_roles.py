@@ -10,6 +10,7 @@ from conftest import ROOT, build_folder
 
 SITE = ROOT / "tools" / "python" / "shardplan" / "rehearse" / "site"
 sys.path[:0] = [str(ROOT / "tools" / "python"), str(SITE)]
+from shardplan.rehearse import routing
 from shardplan.rehearse.device import NCCL_BYTES, device_of
 from shardplan_rehearsal import phases, roles, run
 
@@ -123,3 +124,18 @@ def test_a_clusters_device_is_of_its_kind(monkeypatch, cluster, name, capability
     monkeypatch.setenv("SHARDPLAN_PROGRAMS", str(build_folder() / "bin"))
     device = device_of(cluster, None, None)
     assert (device.cuda_name, device.capability, device.multiprocessors) == (name, capability, multiprocessors)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("4,2,x", ":1: found x, expected an expert's share"), ("1\n-1", ":2: found -1"), ("0,0", "no expert has a share (found only zeros"), ("", "found no number"), ("nan", "found nan")]
+)
+def test_a_routing_without_shares_is_refused_with_its_place(tmp_path, text, message):
+    (tmp_path / "routing.csv").write_text(text)
+    with pytest.raises(routing.BadRouting) as error:
+        routing.shares_of(str(tmp_path / "routing.csv"))
+    assert message in str(error.value) and "routing.csv" in str(error.value)
+
+
+def test_a_routing_is_numbers_in_any_layout(tmp_path):
+    (tmp_path / "routing.csv").write_text("4, 2\n1;1\n\n0.5\n")
+    assert routing.shares_of(str(tmp_path / "routing.csv")) == (4, 2, 1, 1, 0.5)
