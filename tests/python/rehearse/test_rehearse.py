@@ -68,7 +68,29 @@ def test_what_a_script_does_beside_training_works(everything):
     for line in ("mesh [('replicate', 0, 8), ('shard', 0, 8)]", "gloo [2.0, 2.0, 2.0] gloo 2", "gathered 64 True", "told from 0"):
         assert line in printed
     assert "rank 0 of 64 on H100 SXM 80GB, 3 steps" in printed
-    assert os.listdir(everything[1] / "checkpoint") == []
+    assert not (everything[1] / "checkpoint").exists()  # it was empty
+
+
+def test_files_of_a_real_training_stay(tmp_path):
+    (tmp_path / "large.pt").write_text("precious")
+    (tmp_path / "small.pt").write_text("precious")
+    done = rehearse("--gpus=8", "--rank=3", "--steps=0", "--", "torchrun", "--nproc_per_node", 8, SCRIPTS / "keeps.py", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loaded torch.Size([10])" in done.stdout and "part [3] profiled True" in done.stdout
+    assert (tmp_path / "large.pt").read_text() == (tmp_path / "small.pt").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["large.pt", "new.pt", "small.pt"]
+
+
+def test_ranks_that_a_script_starts_by_itself_are_refused():
+    done = rehearse("--", sys.executable, SCRIPTS / "own_ranks.py")
+    assert done.returncode == 3 and "the script starts its ranks as processes of its own, which cannot be rehearsed: start it by torchrun" in done.stderr
+
+
+def test_a_command_without_flags_and_a_device_that_is_too_small(shardplan):
+    done = shardplan("rehearse", "--", "true")
+    assert done.returncode == 3 and "no Python process of true imported torch" in done.stderr
+    done = shardplan("rehearse", "--device-memory", "80", "--", "true")
+    assert done.returncode == 3 and "a CUDA context alone takes 545259520 bytes (found 80, expected more" in done.stderr
 
 
 def test_the_steps_have_their_phases_and_then_the_script_is_ended(everything):
