@@ -65,6 +65,8 @@ def the_run() -> Run:
 
 def stop(code: int) -> NoReturn:
     """Ends this process and the processes that it started, without its exit handlers."""
+    if (checkpoints := sys.modules.get(f"{__package__}.checkpoints")) is not None:
+        checkpoints.take_away_empty_folders()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
