@@ -101,14 +101,13 @@ void CopyKnown(const c10::Stack& arguments) {
   std::vector<at::Tensor> to, from;
   ForEachTensor(arguments[0], [&](const at::Tensor& tensor) { to.push_back(tensor); });
   ForEachTensor(arguments[1], [&](const at::Tensor& tensor) { from.push_back(tensor); });
-  const auto on_host = [](const at::Tensor& tensor) { return tensor.is_cpu() ? tensor : OnHost(tensor); };
   for (std::size_t i = 0; i < to.size() && i < from.size(); ++i) {
     const bool remembers = !IsKnown(to[i]) && CanRemember(to[i]) && from[i].numel() == to[i].numel();
     if (!IsKnown(from[i]) || !(IsKnown(to[i]) || remembers)) continue;
     if (remembers) Remember(to[i]);
     const c10::InferenceMode plain(false);
     const c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    on_host(to[i]).copy_(on_host(from[i]));
+    ViewOnHost(to[i]).copy_(ViewOnHost(from[i]));
   }
 }
 
@@ -232,7 +231,6 @@ std::optional<c10::Stack> QuietKernel::Unwritten(const c10::OperatorHandle& op,
   const c10::FunctionSchema& schema = op.schema();
   if (ReadsNumbers(op)) return std::nullopt;
   c10::Stack values;
-  bool all_written = !schema.returns().empty();
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
     if (!IsWritten(schema.arguments()[i])) continue;
     bool floats = true;
@@ -240,7 +238,7 @@ std::optional<c10::Stack> QuietKernel::Unwritten(const c10::OperatorHandle& op,
     if (!floats) return std::nullopt;
     if (values.size() < schema.returns().size()) values.push_back(arguments[i]);
   }
-  all_written = values.size() == schema.returns().size();
+  const bool all_written = values.size() == schema.returns().size();
   const bool in_place = !schema.arguments().empty() && !schema.arguments().back().is_out();
   if (all_written && in_place) return values;
   std::optional<c10::Stack> shapes;

@@ -21,18 +21,13 @@
 #include <utility>
 
 #include "device/kernels/on_host.h"
-#include "device/runtime/known_memory.h"
 
 namespace shardplan::softdevice {
 namespace {
 
-// Calls of kernels below autograd and all modes.
-at::Tensor PlainView(const at::Tensor& tensor) { return tensor.is_cpu() ? tensor : OnHost(tensor); }
-
 std::vector<double> ReadShares(const char* path) {
   std::ifstream file(path);
   std::vector<double> shares;
-  std::string text;
   double share = 0.0;
   while (file >> share) {
     shares.push_back(share);
@@ -138,7 +133,7 @@ void MakeFinite(std::span<const c10::IValue> values) {
           type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
       if (!wide || !IsKnown(tensor) || tensor.numel() == 0) return;
       constexpr double kInfinity = std::numeric_limits<double>::infinity();
-      const at::Tensor host = PlainView(tensor);
+      const at::Tensor host = ViewOnHost(tensor);
       at::nan_to_num_(const_cast<at::Tensor&>(host), 0.0, kInfinity, -kInfinity);
     });
   }
@@ -146,7 +141,7 @@ void MakeFinite(std::span<const c10::IValue> values) {
 
 void Zero(const c10::IValue& value) {
   ForEachTensor(value, [](const at::Tensor& tensor) {
-    if (IsKnown(tensor) && tensor.numel() > 0) PlainView(tensor).zero_();
+    if (IsKnown(tensor) && tensor.numel() > 0) ViewOnHost(tensor).zero_();
   });
 }
 
@@ -166,7 +161,7 @@ void SettleTruth(const c10::OperatorHandle& op, const c10::Stack& arguments, con
             : name == "aten::gt" ? 0 > number
                                  : 0 >= number;
   }
-  if (truth) PlainView(value.toTensor()).fill_(true);
+  if (truth) ViewOnHost(value.toTensor()).fill_(true);
 }
 
 const Routing& Routing::Get() {

@@ -19,11 +19,10 @@
 #include <string_view>
 #include <vector>
 
+#include "device/runtime/known_memory.h"
+
 namespace shardplan::softdevice {
 
-constexpr std::int64_t kKnownIntegers = std::int64_t{1} << 24;
-constexpr std::int64_t kKnownBytes = std::int64_t{1} << 22;  // of integers of one byte, which bulk has, too
-constexpr std::int64_t kKnownFloats = 1024;
 constexpr std::int64_t kRememberedFloats = std::int64_t{1} << 22;
 
 bool IsKnown(const at::Tensor& tensor);

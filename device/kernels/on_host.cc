@@ -111,6 +111,8 @@ at::Tensor OnHost(const at::Tensor& tensor) {
   return host;
 }
 
+at::Tensor ViewOnHost(const at::Tensor& tensor) { return tensor.is_cpu() ? tensor : OnHost(tensor); }
+
 at::Tensor OnMeta(const at::Tensor& tensor) {
   if (tensor.is_cpu() && tensor.dim() == 0) return tensor;
   const c10::impl::ForceDispatchKeyGuard plain(PlainKeys());

@@ -31,6 +31,8 @@ void ForEachTensor(const c10::IValue& value, const std::function<void(const at::
 // The same memory in the eyes of the host's kernels. Holds its address alone, as a queued kernel does. A host
 // tensor: a copy, as a kernel takes its scalars when it is launched.
 at::Tensor OnHost(const at::Tensor& tensor);
+// OnHost of a tensor of the device; a host tensor itself.
+at::Tensor ViewOnHost(const at::Tensor& tensor);
 // Its shape without memory. A scalar of the host stays what it is.
 at::Tensor OnMeta(const at::Tensor& tensor);
 

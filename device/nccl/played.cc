@@ -10,12 +10,6 @@
 namespace shardplan::softdevice {
 namespace {
 
-// Of all that a call gives or takes. Floats of integers are known, too (known_memory.h). Bytes may be bulk of
-// any dtype: fewer of them count as numbers.
-constexpr std::size_t kKnownIntegers = std::size_t{1} << 24;
-constexpr std::size_t kKnownBytes = std::size_t{1} << 22;
-constexpr std::size_t kKnownFloats = 1024;
-
 std::size_t KnownElements(ncclDataType_t dtype) {
   switch (dtype) {
     case ncclInt32:

@@ -42,6 +42,12 @@ void Drop(Physicals& physicals, CUmemGenericAllocationHandle handle) {
 }
 
 }  // namespace
+
+void* DriverFunction(const char* name) {
+  void* function = dlsym(RTLD_DEFAULT, (std::string(name) + "_v2").c_str());
+  return function != nullptr ? function : dlsym(RTLD_DEFAULT, name);
+}
+
 }  // namespace shardplan::softdevice
 
 using namespace shardplan::softdevice;  // NOLINT: the rest of the file is the driver's interface
@@ -178,9 +184,7 @@ CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr address, cuuint32_t v
 // c10 asks for the driver's functions one by one, by name.
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned int,
                                              unsigned long long, cudaDriverEntryPointQueryResult* status) {
-  const std::string name = symbol;
-  *function = dlsym(RTLD_DEFAULT, (name + "_v2").c_str());
-  if (*function == nullptr) *function = dlsym(RTLD_DEFAULT, symbol);
+  *function = DriverFunction(symbol);
   if (status != nullptr) {
     *status = *function == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
   }

@@ -120,9 +120,7 @@ CUresult cuGetExportTable(const void**, const CUuuid*) {
 }
 CUresult cuGetProcAddress_v2(const char* symbol, void** function, int, cuuint64_t,
                              CUdriverProcAddressQueryResult* status) {
-  const std::string name = symbol;
-  *function = dlsym(RTLD_DEFAULT, (name + "_v2").c_str());
-  if (*function == nullptr) *function = dlsym(RTLD_DEFAULT, symbol);
+  *function = DriverFunction(symbol);
   if (status != nullptr) {
     *status = *function == nullptr ? CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND : CU_GET_PROC_ADDRESS_SUCCESS;
   }

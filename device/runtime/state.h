@@ -40,6 +40,9 @@ Point EnqueueOn(const std::shared_ptr<Stream>& stream, std::string name, std::fu
 // The same for what moves or computes data: work without content where nothing computes.
 Point EnqueueData(const std::shared_ptr<Stream>& stream, std::string name, std::function<void()> work);
 
+// The driver's function of a name, the second version of it where there are two; null: it is not there.
+void* DriverFunction(const char* name);
+
 // Loads the kernels once torch's own are there; see [Note: when kernels are registered].
 void LoadKernels();
 

@@ -138,11 +138,13 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"bash", "zsh"}))
       ->trigger_on_parse();
   try {
-    // CLI11 would take the first -- for its own. Behind it is what the user starts.
-    if (argc > 1 && std::string_view(argv[1]) == "rehearse") {
-      return cli::Fail(cli::ExecutePythonCommand("rehearse", {argv + 2, argv + argc}));
-    }
-    app.parse(argc, argv);
+    const std::string_view name = argc > 1 ? argv[1] : "";
+    const bool delegates = !app.get_subcommands([&](const CLI::App* command) {
+                                 return command->get_name() == name && command->get_prefix_command();
+                               })
+                                .empty();
+    if (delegates) invocation.words.assign(argv + 2, argv + argc);
+    app.parse(delegates ? 2 : argc, argv);
   } catch (const CLI::ParseError& error) {
     const std::string_view word = argc > 1 ? argv[1] : "";
     const bool is_own_flag = app.get_option_no_throw(std::string(word.substr(0, word.find('=')))) != nullptr;

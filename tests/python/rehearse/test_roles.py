@@ -11,7 +11,7 @@ from conftest import ROOT, build_folder
 SITE = ROOT / "tools" / "python" / "shardplan" / "rehearse" / "site"
 sys.path[:0] = [str(ROOT / "tools" / "python"), str(SITE)]
 from shardplan.rehearse import routing
-from shardplan.rehearse.device import NCCL_BYTES, device_of
+from shardplan.rehearse.device import device_of
 from shardplan_rehearsal import phases, roles, run
 
 
@@ -109,11 +109,12 @@ def test_a_process_without_torch_runs_as_ever_and_the_next_sitecustomize_too(tmp
     assert (done.stdout, done.stderr) == ("behind\nTrue False\n", "")
 
 
-def test_nccl_takes_what_shardplan_memory_says(shardplan, tmp_path):
+def test_nccl_takes_what_shardplan_memory_says(shardplan, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDPLAN_PROGRAMS", str(build_folder() / "bin"))
     if not (build_folder() / "bin" / "shardplan").exists():
         pytest.skip("no command")
     shardplan("plan", ROOT / "examples" / "three_layers" / "trace.json", "--ranks", 8, "--unit", "layers.*", "-q", "-o", tmp_path / "plan.json")
-    assert f"{NCCL_BYTES}" in shardplan("memory", tmp_path / "plan.json", "-q").stdout.replace(",", "")
+    assert f"{device_of('h100_sxm', None, None).nccl_bytes}" in shardplan("memory", tmp_path / "plan.json", "-q").stdout.replace(",", "")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ namespace shardplan::cli {
 struct Invocation {
   std::string program;  // argv[0]
   int exit_code = 0;
+  std::vector<std::string> words = {};  // behind a command that hands them to another program
 };
 
 void AddTraceCommand(CLI::App& app, Invocation& invocation);

@@ -33,7 +33,8 @@ std::string Python() {
   return !source.empty() && IsThere(venv) ? venv.string() : "python3";
 }
 
-// A subcommand that hands everything after its name, --help included, to another program.
+// A subcommand that hands everything after its name, --help included, to another program: Invocation::words.
+// CLI11 sees the name alone, since a first -- would be its own.
 CLI::App* AddDelegate(CLI::App& app, const std::string& name, const std::string& description) {
   CLI::App* command = app.add_subcommand(name, description);
   command->prefix_command();
@@ -97,7 +98,7 @@ void RunInPython(CLI::App* command, Invocation& invocation) {
   command->callback([command, &invocation] {
     std::string module = command->get_name();
     std::ranges::replace(module, '-', '_');
-    invocation.exit_code = Fail(ExecutePythonCommand(module, command->remaining()));
+    invocation.exit_code = Fail(ExecutePythonCommand(module, invocation.words));
   });
 }
 
@@ -112,9 +113,9 @@ Error ExecutePythonCommand(const std::string& module, std::vector<std::string> a
 void AddTraceCommand(CLI::App& app, Invocation& invocation) {
   CLI::App* command = AddDelegate(
       app, "trace", "Record what one training step of a model does -> trace.json (no GPU, no weights)");
-  command->callback([command, &invocation] {
+  command->callback([&invocation] {
     std::vector<std::string> arguments = {"-m", "shardplan.tracer"};
-    for (const std::string& argument : command->remaining()) arguments.push_back(argument);
+    arguments.insert(arguments.end(), invocation.words.begin(), invocation.words.end());
     invocation.exit_code = Fail(Execute(Python(), arguments, PythonFolder()));
   });
 }
@@ -151,8 +152,8 @@ void AddRehearseCommand(CLI::App& app, Invocation& invocation) {
 void AddConformanceCommand(CLI::App& app, Invocation& invocation) {
   CLI::App* command = AddDelegate(
       app, "conformance", "Compare plans with what PyTorch does: recordings, or the installed one (--live)");
-  command->callback([command, &invocation] {
-    const std::vector<std::string> given = command->remaining();
+  command->callback([&invocation] {
+    const std::vector<std::string>& given = invocation.words;
     // A folder without a model or optimizer states holds recordings of events, which need no Python. A
     // missing one is reported there too.
     std::error_code ignored;
@@ -216,8 +217,8 @@ Error ExecuteRun(std::vector<std::string> arguments) {
 void AddRunCommand(CLI::App& app, Invocation& invocation) {
   CLI::App* command =
       AddDelegate(app, "run", "Replay a plan without the model on real ranks: real memory, real collectives");
-  command->callback([command, &invocation] {
-    std::vector<std::string> arguments = command->remaining();
+  command->callback([&invocation] {
+    std::vector<std::string> arguments = invocation.words;
     if (const std::optional<int> code = EndOfParsing(arguments)) {
       invocation.exit_code = *code;
       return;

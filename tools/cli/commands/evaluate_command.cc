@@ -21,6 +21,7 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
+#include "shardplan/simulator/memory_profile.h"
 #include "shardplan/simulator/simulate.h"
 #include "support.h"
 #include "trace_names.h"
@@ -167,13 +168,14 @@ class Evaluator {
 };
 
 // {"cluster": NAME, "ranks": N}: the file that `--cluster NAME --ranks N` reads. {"document": FILE}: the
-// cluster of a file, as documents are written.
+// cluster of a file, as documents are written, and what NCCL takes for a communicator of several ranks.
 std::optional<Answer> OfCluster(const Answer& question) {
   if (!question.is_object()) return std::nullopt;
   if (question.size() == 1 && question.contains("document") && question["document"].is_string()) {
     const Result<Cluster> cluster = ReadCluster(question["document"].get<std::string>());
     if (!cluster) return Refusal("cluster", cluster.error());
-    return Answer{{"text", ToJson(*cluster)}};
+    return Answer{{"text", ToJson(*cluster)},
+                  {"nccl_buffer_bytes", NcclBufferBytes(Communicator{.size = 2}).value}};
   }
   if (!question.contains("cluster") || !question.contains("ranks")) return std::nullopt;
   const Answer& name = question["cluster"];

@@ -15,8 +15,6 @@ from shardplan.command import built_command
 DEFAULT_CLUSTER = "h100_sxm"
 _LIBRARY = "libshardplan_device.so"
 _OPENED_AS = ("libcuda.so.1", "libnvidia-ml.so.1")
-# As NcclBufferBytes of the simulator has it: 16 channels with the receive buffers of the three protocols (simple, LL128, LL).
-NCCL_BYTES = 16 * ((4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
 
 
 # Compute capability and multiprocessors by a part of the device's name (NVIDIA's data sheets). PyTorch's kernels take scratch by them. The first that fits.
@@ -41,6 +39,7 @@ class Device:
     name: str  # "H100 SXM 80GB"
     memory_bytes: int
     context_bytes: int
+    nccl_bytes: int  # of a communicator of more than one rank
     capability: str  # "9.0"
     multiprocessors: int
 
@@ -85,19 +84,20 @@ def with_links(folder: Path, scratch: Path) -> Path:
 
 def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Device:
     """cluster: a file, a shipped document or a device, as --cluster of the other commands. memory_bytes: in place of the cluster's. Raises BadCluster, NoCommand."""
-    path = _answer({"cluster": cluster, "ranks": gpus or 0}, "path")
-    document = json.loads(_answer({"document": path}, "text"))
+    path = _answer({"cluster": cluster, "ranks": gpus or 0})["path"]
+    answer = _answer({"document": path})
+    document = json.loads(answer["text"])
     device = document["device"]
     if memory_bytes is not None and memory_bytes <= device.get("context_bytes", 0):
         raise BadCluster(f"--device-memory: a CUDA context alone takes {device['context_bytes']} bytes (found {memory_bytes}, expected more; 80GB is a size)")
     capability, multiprocessors = next((kind for part, kind in _KINDS.items() if part in f"{device['name']} "), _OTHER_KIND)
-    return Device(document["name"], device["name"], memory_bytes or device["memory_bytes"], device.get("context_bytes", 0), capability, device.get("multiprocessors", multiprocessors))
+    return Device(document["name"], device["name"], memory_bytes or device["memory_bytes"], device.get("context_bytes", 0), answer["nccl_buffer_bytes"], capability, device.get("multiprocessors", multiprocessors))
 
 
-def _answer(question: dict, field: str) -> str:
+def _answer(question: dict) -> dict:
     """Of `shardplan evaluate`, which knows the shipped clusters, and reads a document as every command does."""
     asked = subprocess.run([built_command("rehearse"), "evaluate"], input=json.dumps(question) + "\n", capture_output=True, text=True, check=False)
     answer = json.loads(asked.stdout.splitlines()[0]) if asked.stdout else {"error": asked.stderr.strip()}
-    if field not in answer:
-        raise BadCluster(str(answer.get("error", "no answer")).replace("cluster: shardplan: error: ", ""))
-    return answer[field]
+    if "error" in answer:
+        raise BadCluster(str(answer["error"]).replace("cluster: shardplan: error: ", ""))
+    return answer

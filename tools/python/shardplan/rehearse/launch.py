@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .device import NCCL_BYTES, Device
+from .device import Device
 
 _SITE = Path(__file__).resolve().parent / "site"
 _GPUS_PER_NODE = 8
@@ -56,12 +56,11 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "devices_alone": per_node if asked.gpus or asked.gpus_per_node else 1,
         "steps": asked.steps,
         "context_bytes": asked.device.context_bytes,
-        "nccl_bytes": NCCL_BYTES,
+        "nccl_bytes": asked.device.nccl_bytes,
         "history": asked.history and until is None,
         "snapshot": asked.snapshot if until is None else None,
         "until": until,
         "library_folder": str(asked.library_folder),
-        "keep": asked.keep,
     }
     environment = dict(os.environ)
     for name in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDPLAN_REHEARSE_WORKER", "SHARDPLAN_DEVICE_ROUTING", "SHARDPLAN_DEVICE_POISON"):
@@ -122,7 +121,7 @@ class Rehearsal:
         log = folder / "output"
         environment = environment_of(self._asked, rank, folder, self._messages, until)
         if self._asked.keep:
-            environment["SHARDPLAN_REHEARSE_KEEP"] = "1"
+            environment["SHARDPLAN_REHEARSE_KEEP"] = str(self._asked.keep)
         if self._asked.routing is not None:
             shares = self._scratch / "routing"
             shares.write_text("\n".join(map(repr, self._asked.routing)) + "\n")

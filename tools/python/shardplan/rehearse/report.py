@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from . import text
-from .device import NCCL_BYTES, Device
+from .device import Device
 
 # A rehearsal takes no time that means anything. The fields are there in every report.
 _TIMES = ("step_ns", "forward_ns", "backward_ns", "optimizer_ns", "compute_ns", "communication_ns", "exposed_communication_ns", "overlap_ppm", "host_ns", "tokens_per_second_per_rank", "model_flops_utilization_ppm")
@@ -16,7 +16,7 @@ def report_of(result: dict, device: Device, command: list[str]) -> dict:
     peak = result.get("peak")
     categories = dict(peak["categories"]) if peak else {"allocated": result["allocated_bytes"]}
     if result["communicators"]:
-        categories["nccl_buffers"] = result["communicators"] * NCCL_BYTES
+        categories["nccl_buffers"] = result["communicators"] * device.nccl_bytes
     rows = text.rows_of(result)
     return {
         "schema": "shardplan.report/1",

@@ -9,7 +9,7 @@ import re
 
 from shardplan.command import printable_name
 
-from .device import NCCL_BYTES, Device
+from .device import Device
 
 _PHASES = ("setup", "forward", "backward", "optimizer")
 _SHOWN_MODULES = 8
@@ -37,7 +37,7 @@ def rows_of(result: dict) -> list[dict]:
 def outside_of(result: dict, device: Device) -> list[tuple[str, int]]:
     """What the device has beside the allocator."""
     count = result["communicators"]
-    of_nccl = [(f"NCCL, {count} communicator{'s' if count > 1 else ''} (an estimate)", count * NCCL_BYTES)] if count else []
+    of_nccl = [(f"NCCL, {count} communicator{'s' if count > 1 else ''} (an estimate)", count * device.nccl_bytes)] if count else []
     return [("CUDA context", device.context_bytes), *of_nccl]
 
 

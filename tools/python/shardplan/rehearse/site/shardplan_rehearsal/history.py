@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+from collections.abc import Iterator
 
 from .modules import FORWARD_MARK, MOST_EVENTS
 from .phases import BACKWARD, FORWARD, OPTIMIZER, SETUP, Known, Stretch
@@ -104,18 +105,25 @@ def peak_of(trace: list[dict], stretches: list[Stretch], addresses: list[Known],
     return Peak(measured_bytes, stretch, module, dict(categories.most_common()), dict(modules.most_common()), _curve(trace))
 
 
-def _event_of_peak(trace: list[dict]) -> int | None:
-    allocated = most = 0
-    at = None
+def _allocated(trace: list[dict]) -> Iterator[int]:
+    """Bytes behind each entry of the history."""
     alive: dict[int, int] = {}
-    for number, entry in enumerate(trace):
+    allocated = 0
+    for entry in trace:
         if entry["action"] == "alloc":
             alive[entry["addr"]] = size = rounded(entry["size"])
             allocated += size
-            if allocated > most:
-                most, at = allocated, number
         elif entry["action"] == "free_requested":
             allocated -= alive.pop(entry["addr"], 0)
+        yield allocated
+
+
+def _event_of_peak(trace: list[dict]) -> int | None:
+    """The first entry behind which the most is allocated. None: nothing ever is."""
+    most, at = 0, None
+    for number, allocated in enumerate(_allocated(trace)):
+        if allocated > most:
+            most, at = allocated, number
     return at
 
 
@@ -153,15 +161,9 @@ def _curve(trace: list[dict]) -> list[tuple[int, int]]:
     """The most allocated of each of so many parts of the history."""
     part = max(1, -(-len(trace) // _CURVE_POINTS))
     points: list[tuple[int, int]] = []
-    alive: dict[int, int] = {}
-    allocated = most = 0
-    for number, entry in enumerate(trace):
-        if entry["action"] == "alloc":
-            alive[entry["addr"]] = size = rounded(entry["size"])
-            allocated += size
-            most = max(most, allocated)
-        elif entry["action"] == "free_requested":
-            allocated -= alive.pop(entry["addr"], 0)
+    most = 0
+    for number, allocated in enumerate(_allocated(trace)):
+        most = max(most, allocated)
         if number % part == part - 1:
             points.append((number, most))
             most = allocated

@@ -29,7 +29,7 @@ class Run:
         self.history: bool = asked["history"]
         self.snapshot: str | None = asked["snapshot"]
         self.until: str | None = asked["until"]  # the message that this run is for
-        self.keep: int = asked["keep"]  # idle seconds of a process for the next run; 0: none
+        self.keep = int(os.environ.get("SHARDPLAN_REHEARSE_KEEP", "0"))  # idle seconds of a process for the next run; 0: none
         self.library_folder: str = asked["library_folder"]
 
     def local_rank(self) -> int:
