@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/schemas/json_schema/pytorch_rules_table.h"
-
 #include <fmt/format.h>
 
 #include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/schemas/pytorch_version.h"
-#include "tests/schemas/json_schema/page_table.h"
+#include "tests/schemas/json_schema/page_tables.h"
 
 namespace shardplan {
 

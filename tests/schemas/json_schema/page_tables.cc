@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/schemas/json_schema/page_table.h"
+#include "tests/schemas/json_schema/page_tables.h"
 
 namespace shardplan {
 
@@ -9,6 +9,15 @@ std::string WithTable(std::string_view page, std::string_view begins, std::strin
   if (begin == std::string_view::npos || end == std::string_view::npos) return "";
   table.remove_suffix(1);
   return std::string(page.substr(0, begin)) + std::string(table) + std::string(page.substr(end));
+}
+
+std::vector<PageTable> PageTables() {
+  return {{"plan-format.md", WithInstructionTable},
+          {"plan-format.md", WithEffectTable},
+          {"plan-format.md", WithRoleTable},
+          {"memory.md", WithOptimizerTable},
+          {"memory.md", WithStateTable},
+          {"pytorch-versions.md", WithPyTorchRulesTable}};
 }
 
 }  // namespace shardplan

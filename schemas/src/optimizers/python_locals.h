@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/quantity.h"
-#include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan::internal {
 

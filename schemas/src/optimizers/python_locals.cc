@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "memory/python_locals.h"
+#include "optimizers/python_locals.h"
 
 #include <algorithm>
 #include <utility>
-
-#include "allocator/sizes.h"
 
 namespace shardplan::internal {
 

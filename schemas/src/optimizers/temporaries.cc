@@ -1,48 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/optimizer_tensors.h"
 
+// The temporaries of torch.optim's steps, as its Python makes and drops them.
 #include <algorithm>
-#include <functional>
-#include <numeric>
 
-#include "memory/python_locals.h"
-#include "shardplan/schemas/layout.h"
+#include "optimizers/python_locals.h"
+#include "optimizers/shard_sizes.h"
+#include "shardplan/schemas/optimizers.h"
 
 namespace shardplan {
 namespace {
 
+using internal::InGradDType;
+using internal::IsMatrix;
+using internal::kScalar;
 using internal::PythonLocals;
+using internal::Reduced;
 using Shards = std::vector<OptimizerShard>;
 
-constexpr Bytes kScalar{4};  // of float32: a step count and what is computed from it
-
-std::int64_t Numel(const OptimizerShard& shard) {
-  return std::accumulate(shard.shape.begin(), shard.shape.end(), std::int64_t{1}, std::multiplies<>());
-}
-
-bool IsMatrix(const OptimizerShard& shard) { return shard.shape.size() > 1; }
-
-// Bytes of a shard's tensor with the dimension `from_last` (1: the last) reduced to one element.
-Bytes Reduced(const OptimizerShard& shard, std::size_t from_last) {
-  const std::int64_t size = shard.shape[shard.shape.size() - from_last];
-  return {size == 0 ? 0 : SizeBytes(shard).value / size};
-}
-
-// ... with both of the last two.
+// Bytes of a shard's tensor with its last two dimensions reduced to one element.
 Bytes ReducedTwice(const OptimizerShard& shard) {
   const std::int64_t rows = shard.shape[shard.shape.size() - 2];
   return {rows == 0 ? 0 : Reduced(shard, 1).value / rows};
 }
 
-// SGD and Adafactor make all that they keep and compute of the gradient.
-Bytes GradBytes(const OptimizerShard& shard) {
-  return {Numel(shard) * shardplan::SizeBytes(shard.grad_dtype.value_or(shard.dtype))};
-}
-
-OptimizerShard InGradDType(OptimizerShard shard) {
-  shard.dtype = shard.grad_dtype.value_or(shard.dtype);
-  return shard;
-}
+Bytes GradBytes(const OptimizerShard& shard) { return SizeBytes(InGradDType(shard)); }
 
 Shards InGradDType(const Shards& shards) {
   Shards converted;
@@ -101,11 +82,6 @@ void TakeGradient(const Optimizer& optimizer, const std::vector<Bytes>& sizes, b
   if (foreach || !optimizer.maximize) names.Drop("grad");
   if (optimizer.maximize) names.Make("grad", sizes);
   if (adds_decay && !(foreach && optimizer.maximize)) names.Make("grad", sizes);
-}
-
-bool AddsDecay(const Optimizer& optimizer) {
-  return optimizer.weight_decay &&
-         (optimizer.kind == OptimizerKind::kSgd || optimizer.kind == OptimizerKind::kAdam);
 }
 
 // ---- torch/optim/adam.py ----
@@ -206,77 +182,6 @@ void AdafactorForeach(const Optimizer& optimizer, const Shards& shards, PythonLo
     for (const Shards& group : GroupsBy(of_dtype, IsMatrix)) AdafactorList(optimizer, group, names);
   }
 }
-
-std::vector<OptimizerShard> PiecesOfFlat(const Unit& unit, std::int64_t ranks) {
-  std::vector<OptimizerShard> pieces;
-  const std::int64_t end = unit.flat_numel / ranks;
-  for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
-    const UnitParameter& parameter = unit.parameters[p];
-    if (!parameter.requires_grad) continue;
-    OptimizerShard piece{parameter.shape, unit.orig_dtype, static_cast<std::int32_t>(p)};
-    if (ranks > 1) {
-      piece.shape = {std::min(Numel(piece), end - parameter.flat_offset)};
-      if (piece.shape[0] <= 0) continue;
-    }
-    pieces.push_back(std::move(piece));
-  }
-  return pieces;
-}
-
-}  // namespace
-
-Bytes SizeBytes(const OptimizerShard& shard) { return {Numel(shard) * SizeBytes(shard.dtype)}; }
-
-std::vector<OptimizerShard> OptimizerShardsOf(const Unit& unit, std::int64_t ranks, bool use_orig_params) {
-  if (unit.layout == LayoutKind::kFlat) {
-    if (use_orig_params) return PiecesOfFlat(unit, ranks);
-    if (std::ranges::none_of(unit.parameters, &UnitParameter::requires_grad)) return {};
-    return {{{unit.flat_numel / ranks}, unit.orig_dtype}};
-  }
-  std::vector<OptimizerShard> shards;
-  for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
-    const UnitParameter& parameter = unit.parameters[p];
-    if (!parameter.requires_grad) continue;
-    shards.push_back({ShardShape(parameter, ranks, 0), parameter.dtype, static_cast<std::int32_t>(p),
-                      parameter.grad_dtype});
-  }
-  return shards;
-}
-
-OptimizerImplementation ImplementationOf(const Optimizer& optimizer) {
-  const bool loops = optimizer.kind == OptimizerKind::kAdafactor;
-  return optimizer.implementation.value_or(loops ? OptimizerImplementation::kForLoop
-                                                 : OptimizerImplementation::kForeach);
-}
-
-std::vector<Bytes> OptimizerStates(const Optimizer& optimizer, const OptimizerShard& shard) {
-  const Bytes bytes = SizeBytes(shard);
-  std::vector<Bytes> states;
-  switch (optimizer.kind) {
-    case OptimizerKind::kNone:
-      break;
-    case OptimizerKind::kSgd:
-      if (optimizer.momentum) states.push_back(GradBytes(shard));
-      break;
-    case OptimizerKind::kAdam:
-    case OptimizerKind::kAdamW:
-      if (optimizer.capturable || ImplementationOf(optimizer) == OptimizerImplementation::kFused) {
-        states.push_back(kScalar);
-      }
-      states.insert(states.end(), optimizer.amsgrad ? 3 : 2, bytes);
-      break;
-    case OptimizerKind::kAdafactor:
-      if (IsMatrix(shard)) {
-        states = {Reduced(InGradDType(shard), 1), Reduced(InGradDType(shard), 2)};
-      } else {
-        states = {GradBytes(shard)};
-      }
-      break;
-  }
-  return states;
-}
-
-namespace {
 
 PythonLocals LocalsOf(const Optimizer& optimizer, const Shards& shards) {
   PythonLocals names;
