@@ -15,11 +15,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardplan.conformance import processes
-from shardplan.conformance.case import Case, CaseError
-from shardplan.conformance.meshes import fake_process_group, process_group
-from shardplan.conformance.record_case import record_case
 from shardplan.files import scratch_folder
+from shardplan_conformance import processes
+from shardplan_conformance.case import Case, CaseError
+from shardplan_conformance.meshes import fake_process_group, process_group
+from shardplan_conformance.record_case import record_case
 
 _TIMEOUT_SECONDS = 120
 _FRAMES = 3  # of a failure's traceback that are shown

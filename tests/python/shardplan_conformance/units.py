@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardplan import patterns
-from shardplan.conformance.case import CaseError
+from shardplan_conformance.case import CaseError
 
 
 @dataclass

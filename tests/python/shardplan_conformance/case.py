@@ -179,7 +179,7 @@ def load_cases(source: str) -> list[Case]:
     cases = made if isinstance(made, (list, tuple)) else [made]
     for case in cases:
         if not isinstance(case, Case):
-            raise CaseError(f'"{source}" returned a {type(case).__name__}; expected a shardplan.conformance.Case or a list')
+            raise CaseError(f'"{source}" returned a {type(case).__name__}; expected a shardplan_conformance.Case or a list')
         if not case.name or case.name.startswith(".") or "/" in case.name or not case.name.isprintable() or len(os.fsencode(case.name)) > 200:
             raise CaseError(f"a case's name is a part of names of files, which {case.name!r} cannot be")
     return list(cases)

@@ -16,9 +16,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.distributed.fsdp._fully_shard import _fsdp_state as states
 
-from shardplan.conformance import installed_fsdp
-from shardplan.conformance.events import EventLog, dtype_name, size_bytes
-from shardplan.conformance.patches import Patches
+from shardplan_conformance import installed_fsdp
+from shardplan_conformance.events import EventLog, dtype_name, size_bytes
+from shardplan_conformance.patches import Patches
 
 
 class Fsdp2Events(EventLog):

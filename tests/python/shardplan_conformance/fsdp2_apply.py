@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import Shard
 
-from shardplan.conformance.case import CaseError
-from shardplan.conformance.extension import extend_parameters
-from shardplan.conformance.installed_fsdp import PLACES_ON_MESHES, mesh_info, parameter_groups, placed_on
-from shardplan.conformance.units import UnitCall, matches_any, matching_names, picked
+from shardplan_conformance.case import CaseError
+from shardplan_conformance.extension import extend_parameters
+from shardplan_conformance.installed_fsdp import PLACES_ON_MESHES, mesh_info, parameter_groups, placed_on
+from shardplan_conformance.units import UnitCall, matches_any, matching_names, picked
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
 

@@ -9,12 +9,12 @@ import warnings
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplan.conformance import checkpointing
-from shardplan.conformance.case import Case, CaseError
-from shardplan.conformance.meshes import device_mesh
-from shardplan.conformance.program import Program, make_optimizer
-from shardplan.conformance.trace_case import make_model
-from shardplan.conformance.units import UnitCall, unit_calls
+from shardplan_conformance import checkpointing
+from shardplan_conformance.case import Case, CaseError
+from shardplan_conformance.meshes import device_mesh
+from shardplan_conformance.program import Program, make_optimizer
+from shardplan_conformance.trace_case import make_model
+from shardplan_conformance.units import UnitCall, unit_calls
 
 
 def forward_order(trace: dict, strategy: dict) -> list[str]:
@@ -48,8 +48,8 @@ def _refuse_what_is_not_applied(strategy: dict) -> None:
 
 
 def _record_fsdp2(case: Case, order: list[str]) -> list[str]:
-    from shardplan.conformance.fsdp2_apply import AppliedFsdp2
-    from shardplan.conformance.fsdp2_events import Fsdp2Events
+    from shardplan_conformance.fsdp2_apply import AppliedFsdp2
+    from shardplan_conformance.fsdp2_events import Fsdp2Events
 
     mesh = device_mesh(case.strategy, case.ranks)
     if case.apply:
@@ -67,7 +67,7 @@ def _record_fsdp2(case: Case, order: list[str]) -> list[str]:
 
 def _record_exported(case: Case, mesh: DeviceMesh) -> list[str]:
     """The file's own calls alone."""
-    from shardplan.conformance.fsdp2_events import Fsdp2Events
+    from shardplan_conformance.fsdp2_events import Fsdp2Events
 
     exported = runpy.run_path(str(case.apply))
     model = exported["apply_plan"](make_model(case), mesh)
@@ -83,8 +83,8 @@ def _record_exported(case: Case, mesh: DeviceMesh) -> list[str]:
 
 
 def _record_fsdp1(case: Case) -> list[str]:
-    from shardplan.conformance.fsdp1_apply import AppliedFsdp1, runs_on_the_cpu
-    from shardplan.conformance.fsdp1_events import Fsdp1Events
+    from shardplan_conformance.fsdp1_apply import AppliedFsdp1, runs_on_the_cpu
+    from shardplan_conformance.fsdp1_events import Fsdp1Events
 
     mesh = device_mesh(case.strategy, case.ranks)
     _, calls, modules = _checkpointed(case, mesh)

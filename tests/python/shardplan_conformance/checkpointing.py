@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 
 from shardplan import selective
-from shardplan.conformance.units import matching
+from shardplan_conformance.units import matching
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:

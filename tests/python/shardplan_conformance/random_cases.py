@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardplan.conformance.case import Case, Forward
-from shardplan.conformance.installed_fsdp import PLACES_ON_MESHES, REDUCES_UNUSED
-from shardplan.conformance.random_models import MODES, ModelMaker, Recomputed, loss_of, recomputation_is_planned
+from shardplan_conformance.case import Case, Forward
+from shardplan_conformance.installed_fsdp import PLACES_ON_MESHES, REDUCES_UNUSED
+from shardplan_conformance.random_models import MODES, ModelMaker, Recomputed, loss_of, recomputation_is_planned
 
 _MAX_DRAWS = 50
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardplan.conformance.case import CaseError
+from shardplan_conformance.case import CaseError
 
 
 class Patches:

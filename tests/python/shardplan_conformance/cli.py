@@ -28,7 +28,7 @@ examples:
 
 DIR holds recordings: of events (CASE.log: each case is planned and compared event for event), or of memory (model.py and CASE.json with a
 timeline: allocated bytes at every hook), or of optimizer states (a folder with
-layout.json for each case: state dicts of FSDP1, value for value). MODULE:FUNCTION returns a shardplan.conformance.Case, or a list of them: it is traced, planned,
+layout.json for each case: state dicts of FSDP1, value for value). MODULE:FUNCTION returns a shardplan_conformance.Case, or a list of them: it is traced, planned,
 run on the installed PyTorch on this machine's CPU, and compared event for event. docs/internals/conformance.md says more.
 
 exit codes: 0 every case matches, 1 one differs or cannot be run, 2 usage, 3 bad input, 4 environment"""
@@ -83,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
         complain("shardplan conformance", printable(problem))
         return EXIT_ENVIRONMENT
     try:
-        from shardplan.conformance.case import CaseError
         from shardplan.tracer.errors import TracerError
+        from shardplan_conformance.case import CaseError
     except ImportError as error:
         complain("shardplan conformance", f"cannot import {error.name} ({how_to_install('torch')} installs what is needed)")
         return EXIT_ENVIRONMENT
@@ -103,11 +103,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _compare_folder(arguments: argparse.Namespace) -> int:
     if os.path.isfile(arguments.folder / "model.py"):  # no error for a name that is too long
-        from shardplan.conformance import memory
+        from shardplan_conformance import memory
 
         return memory.run(arguments.folder, str(arguments.programs / "shardplan"), arguments.cases)
     if any(arguments.folder.glob("*/layout.json")):
-        from shardplan.conformance import optim_state
+        from shardplan_conformance import optim_state
 
         return optim_state.run(arguments.folder, str(arguments.programs / "shardplan"), arguments.cases)
     return subprocess.run([_comparison(arguments), arguments.folder, *arguments.cases], check=False).returncode
@@ -118,7 +118,7 @@ def _comparison(arguments: argparse.Namespace) -> Path:
 
 
 def _compare_live(arguments: argparse.Namespace) -> int:
-    from shardplan.conformance.ranks import Ranks, RecordingFailed
+    from shardplan_conformance.ranks import Ranks, RecordingFailed
 
     counts, failures = Counts(), Counter()
     jobs = list(_live_jobs(arguments.live)) if arguments.live else None
@@ -139,20 +139,20 @@ def _compare_live(arguments: argparse.Namespace) -> int:
 
 
 def _live_jobs(source: str) -> Iterator[functools.partial]:
-    from shardplan.conformance.case import load_cases
+    from shardplan_conformance.case import load_cases
 
     for index in range(len(load_cases(source))):
         yield functools.partial(_nth_case, source, index)
 
 
 def _nth_case(source: str, index: int):
-    from shardplan.conformance.case import load_cases
+    from shardplan_conformance.case import load_cases
 
     return load_cases(source)[index]
 
 
 def _random_jobs(arguments: argparse.Namespace) -> Iterator[functools.partial]:
-    from shardplan.conformance.random_cases import random_case
+    from shardplan_conformance.random_cases import random_case
 
     for number in range(arguments.random):
         if arguments.policy:
@@ -162,7 +162,7 @@ def _random_jobs(arguments: argparse.Namespace) -> Iterator[functools.partial]:
 
 
 def _compare_one(make: functools.partial, on, folder: Path, arguments: argparse.Namespace, counts: Counts) -> None:
-    from shardplan.conformance import recording
+    from shardplan_conformance import recording
 
     case = make()
     files = [folder / f"{case.name}{ending}" for ending in (".trace.json", ".strategy.json", ".log")]

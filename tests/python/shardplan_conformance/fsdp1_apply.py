@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from shardplan.conformance.case import CaseError
-from shardplan.conformance.units import UnitCall, matching_names, picked
+from shardplan_conformance.case import CaseError
+from shardplan_conformance.units import UnitCall, matching_names, picked
 
 _SHARDING = {
     "full_shard": ShardingStrategy.FULL_SHARD,

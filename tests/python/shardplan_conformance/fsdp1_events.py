@@ -19,9 +19,9 @@ from torch.distributed.fsdp import (
     fully_sharded_data_parallel,
 )
 
-from shardplan.conformance import installed_fsdp
-from shardplan.conformance.events import EventLog, size_bytes
-from shardplan.conformance.patches import Patches
+from shardplan_conformance import installed_fsdp
+from shardplan_conformance.events import EventLog, size_bytes
+from shardplan_conformance.patches import Patches
 
 
 class Fsdp1Events(EventLog):

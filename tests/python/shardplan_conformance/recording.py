@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from shardplan import files
-from shardplan.conformance.case import Case, planner_strategy
-from shardplan.conformance.record_case import forward_order
-from shardplan.conformance.trace_case import trace
 from shardplan.tracer import document
+from shardplan_conformance.case import Case, planner_strategy
+from shardplan_conformance.record_case import forward_order
+from shardplan_conformance.trace_case import trace
 
 Record = Callable[[list[str]], list[str]]  # of the order of the first forward: the log's lines
 

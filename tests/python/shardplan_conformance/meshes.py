@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from shardplan.conformance.case import CaseError
+from shardplan_conformance.case import CaseError
 
 
 def _forget_meshes() -> None:

@@ -5,7 +5,7 @@ A folder holds `model.py` and one JSON file per recorded case: its knobs, the mo
 before and after every hook of every FSDP unit. Each case is done by the project's own path: the tracer traces the model, `shardplan memory`
 plans it and gives bytes by category at the same points.
 
-    python -m shardplan.conformance.memory DIR [--case NAME ...] [--shardplan PROGRAM]
+    PYTHONPATH=tools/python:tests/python python -m shardplan_conformance.memory DIR [--case NAME ...] [--shardplan PROGRAM]
 
 Exit codes: 0 every case matches, 1 one differs, 2 usage, 3 bad input.
 """
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from shardplan import command, files
 from shardplan.command import printable, printable_name
-from shardplan.conformance import memory_cuda
-from shardplan.conformance.memory_recording import BadRecording, is_allocator_case, read_cases
-from shardplan.conformance.memory_strategy import strategy_of
+from shardplan_conformance import memory_cuda
+from shardplan_conformance.memory_recording import BadRecording, is_allocator_case, read_cases
+from shardplan_conformance.memory_strategy import strategy_of
 
 EVENTS = {
     "step.begin": "step_begin",
@@ -312,7 +312,7 @@ def run(folder: Path, program: str, names: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="shardplan.conformance.memory", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="shardplan_conformance.memory", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--case", action="append", default=[], metavar="NAME", help="only this case (may be repeated)")
     parser.add_argument("--shardplan", default="shardplan", metavar="PROGRAM", help="the built command")
@@ -324,4 +324,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    command.run("shardplan.conformance.memory", main)
+    command.run("shardplan_conformance.memory", main)

@@ -8,10 +8,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from shardplan.conformance import checkpointing, processes
-from shardplan.conformance.case import Case, traced_program
-from shardplan.conformance.meshes import device_mesh, fake_process_group
 from shardplan.tracer import record, session
+from shardplan_conformance import checkpointing, processes
+from shardplan_conformance.case import Case, traced_program
+from shardplan_conformance.meshes import device_mesh, fake_process_group
 
 _SEED = 0
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from shardplan.conformance.case import Case
 from shardplan.tracer.raising import Raised, raising
 from shardplan.tracer.record import default_loss
+from shardplan_conformance.case import Case
 
 
 _OF_A_BACKWARD = ("finalize_backward", "wait_for_gradient_reduction")  # calls that end one

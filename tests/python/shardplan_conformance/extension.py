@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from shardplan.conformance.units import matches_any
+from shardplan_conformance.units import matches_any
 
 _KEEP = {
     torch.ops.aten.detach.default,
