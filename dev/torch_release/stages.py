@@ -185,7 +185,8 @@ def _errors(log: pathlib.Path) -> list[str]:
 
 
 def names(check: Check) -> Result:
-    python = {str(p.relative_to(ROOT)): p.read_text() for p in (ROOT / "tools/python/shardplan").rglob("*.py")}
+    folders = ("tools/python/shardplan", "tests/python/shardplan_conformance")
+    python = {str(p.relative_to(ROOT)): p.read_text() for f in folders for p in (ROOT / f).rglob("*.py")}
     native = {str(p.relative_to(ROOT)): p.read_text() for f in ("executor", "device") for p in (ROOT / f).rglob("*.cc")}
     uses, operators = symbols.python_uses(python), symbols.operators(native)
     unresolved, unknown = symbols.probe(check.python, sorted(uses.dotted), sorted(operators))

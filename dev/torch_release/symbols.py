@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 _OF_TORCH = re.compile(r"^_Z\w*?(3c10|2at|5torch|4c10d)|^(__)?cuda[A-Z]|^cu[A-Z]|^nccl[A-Z]|^THP")
 _OPERATOR = re.compile(r'"((?:aten|c10d|fsdp|prims)::\w+)"')
 _ASKING = {"hasattr", "getattr", "existing"}  # calls that allow for a name that is not there
-_PATCHING = {"wrap", "before"}  # shardplan.conformance.patches.Patches: (owner, "name", ...)
+_PATCHING = {"wrap", "before"}  # shardplan_conformance.patches.Patches: (owner, "name", ...)
 
 # Runs with the release's interpreter: the names that do not resolve.
 _PROBE = """

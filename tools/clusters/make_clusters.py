@@ -3,13 +3,11 @@
 """Makes the shipped cluster documents from measured tables and data sheets.
 
 Usage:
-    make_clusters.py COLLECTIVES.csv MATMULS.csv SHARDPLAN OUT_DIR
-    make_clusters.py --runs RUNS.csv SHARDPLAN OUT_DIR
+    make_clusters.py SHARDPLAN OUT_DIR
+    make_clusters.py --runs SHARDPLAN OUT_DIR      *_2023_*: fitted to eight runs of each GPU, from the documents that the first form made
 
-COLLECTIVES.csv: device,collective,concurrent_groups,ranks_per_group,full_tensor_bytes,duration_ns
-MATMULS.csv:     device,dtype,batch,m,n,k,duration_ns
-RUNS.csv:        training runs of 2023 (docs/reference/cost.md). The documents *_2023_* are fitted to eight of each GPU's, from those that the first form made.
-SHARDPLAN is the built command: `shardplan cost` does the fitting. measured/ has what `shardplan calibrate` measured. docs/internals/simulator.md explains every figure.
+SHARDPLAN is the built command: `shardplan cost` does the fitting. tables/ has what others measured, measured/ what `shardplan calibrate` measured.
+docs/internals/simulator.md explains every figure.
 """
 import collections
 import csv
@@ -26,40 +24,42 @@ from shardplan.calibrate import fit  # noqa: E402
 from shardplan.files import write_text  # noqa: E402
 from shardplan.runs import documents  # noqa: E402
 
+TABLES = pathlib.Path(__file__).parent / "tables"
+COLLECTIVES, MATMULS, RUNS = (TABLES / f"{name}.csv" for name in ("collectives", "matmuls", "training_runs_2023"))
 SOURCE = "public performance tables of XLA"
 
 # Data sheets, dense. float32 means TF32 tensor cores. `as` names the device whose measurements stand for it.
 DEVICES = {
     "a100_80": {
         "name": "A100 SXM 80GB", "memory_bytes": 85_095_874_560, "memory_bytes_per_second": 2_039_000_000_000,
-        "bf16": 312_000_000_000_000, "f32": 156_000_000_000_000, "vector": 19_500_000_000_000, "nvlink": 300, "table_name": "a100-sxm",
+        "bf16": 312_000_000_000_000, "f32": 156_000_000_000_000, "vector": 19_500_000_000_000, "nvlink": 300, "table_name": "a100-sxm", "multiprocessors": 108,
         # By the published run of Llama 3 8B on 64 (every second layer recomputed) that `dev/predictions --published` has; its other rows
         # were not used. With the H100's clock under load all of them come out 7 to 11 % too slow.
         "clock_ppm": 951_000,
     },
     "h100_sxm": {
         "name": "H100 SXM 80GB", "memory_bytes": 84_943_962_112, "memory_bytes_per_second": 3_350_000_000_000,
-        "bf16": 989_400_000_000_000, "f32": 494_700_000_000_000, "vector": 66_900_000_000_000, "nvlink": 450, "table_name": "h100-sxm",
+        "bf16": 989_400_000_000_000, "f32": 494_700_000_000_000, "vector": 66_900_000_000_000, "nvlink": 450, "table_name": "h100-sxm", "multiprocessors": 132,
     },
     "h100_96_500w": {
         "name": "H100 SXM 96GB at 500 W", "memory_bytes": 95 * 2**30, "memory_bytes_per_second": 2_400_000_000_000,
-        "bf16": 989_400_000_000_000, "f32": 494_700_000_000_000, "vector": 66_900_000_000_000, "nvlink": 450, "table_name": "h100-sxm-96-500w",
+        "bf16": 989_400_000_000_000, "f32": 494_700_000_000_000, "vector": 66_900_000_000_000, "nvlink": 450, "table_name": "h100-sxm-96-500w", "multiprocessors": 132,
         "as": "h100-sxm",
         # By the published eager run on 8 of them; the compiled one and those on 128 were not used.
         "clock_ppm": 715_000,
     },
     "h200": {
         "name": "H200 SXM 141GB", "memory_bytes": 150_754_820_096, "memory_bytes_per_second": 4_800_000_000_000,
-        "bf16": 989_400_000_000_000, "f32": 494_700_000_000_000, "vector": 66_900_000_000_000, "nvlink": 450, "table_name": "h200",
+        "bf16": 989_400_000_000_000, "f32": 494_700_000_000_000, "vector": 66_900_000_000_000, "nvlink": 450, "table_name": "h200", "multiprocessors": 132,
         "as": "h100-sxm",  # the same processor and links with other memory
     },
     "b200": {
         "name": "B200 SXM 180GB", "memory_bytes": 191_500_000_000, "memory_bytes_per_second": 7_700_000_000_000,
-        "bf16": 2_250_000_000_000_000, "f32": 1_125_000_000_000_000, "vector": 75_000_000_000_000, "nvlink": 900, "table_name": "b200",
+        "bf16": 2_250_000_000_000_000, "f32": 1_125_000_000_000_000, "vector": 75_000_000_000_000, "nvlink": 900, "table_name": "b200", "multiprocessors": 148,
     },
     "gb200_nvl72": {
         "name": "GB200 186GB", "memory_bytes": 198_600_000_000, "memory_bytes_per_second": 8_000_000_000_000,
-        "bf16": 2_500_000_000_000_000, "f32": 1_250_000_000_000_000, "vector": 80_000_000_000_000, "nvlink": 900, "table_name": "gb200-nvl72",
+        "bf16": 2_500_000_000_000_000, "f32": 1_250_000_000_000_000, "vector": 80_000_000_000_000, "nvlink": 900, "table_name": "gb200-nvl72", "multiprocessors": 148,
         "as": "b200",  # matrix rates; its collectives were measured
     },
 }
@@ -132,10 +132,10 @@ def isotonic(groups):
     return [statistics.median(samples) for samples, count in blocks for _ in range(count)]
 
 
-def efficiency_curve(path, device, dtype, peak, memory_bytes_per_second):
+def efficiency_curve(device, dtype, peak, memory_bytes_per_second):
     """[(flops, efficiency)]: the median at each number of FLOPs, made monotone. For operators whose shape a document does not know."""
     samples = collections.defaultdict(list)
-    with open(path, newline="") as file:
+    with open(MATMULS, newline="") as file:
         for row in csv.DictReader(file):
             if row["device"] != device or row["dtype"] != dtype:
                 continue
@@ -149,17 +149,17 @@ def efficiency_curve(path, device, dtype, peak, memory_bytes_per_second):
     return list(zip(levels, isotonic(samples[f] for f in levels)))
 
 
-def matmul_rates(path, key):
+def matmul_rates(key):
     """Peaks and efficiency curves. Where nothing was measured the H100's curve, at FLOPs that take as long."""
     own = DEVICES[key]
     measured_as = own.get("as", own["table_name"])
     rates = []
     for dtype, column in DTYPES:
         source = next((d for d in DEVICES.values() if d["table_name"] == measured_as), own)
-        curve = efficiency_curve(path, measured_as, column, source[column], source["memory_bytes_per_second"])
+        curve = efficiency_curve(measured_as, column, source[column], source["memory_bytes_per_second"])
         if not curve:
             source = DEVICES["h100_sxm"]
-            curve = efficiency_curve(path, source["table_name"], column, source[column], source["memory_bytes_per_second"])
+            curve = efficiency_curve(source["table_name"], column, source[column], source["memory_bytes_per_second"])
         scale = own[column] / source[column]
         rates.append({
             "dtype": dtype, "flops_per_second": own[column],
@@ -238,7 +238,7 @@ def sources(key, ranks, in_node):
     ]
 
 
-def document(key, name, ranks, in_node, gigabits, matmuls):
+def document(key, name, ranks, in_node, gigabits):
     own = DEVICES[key]
     network = "" if ranks <= in_node or (gigabits, in_node) in ((3200, 8), (1600, 8), (28_800, 72)) else f", {gigabits} Gbit/s a node"
     return {
@@ -249,9 +249,10 @@ def document(key, name, ranks, in_node, gigabits, matmuls):
         "device": {
             "name": own["name"], "memory_bytes": own["memory_bytes"], "context_bytes": 545_259_520,
             "memory_bytes_per_second": own["memory_bytes_per_second"], **kernels(key),
-            "vector_flops_per_second": own["vector"], "matmul": matmul_rates(matmuls, key),
+            "vector_flops_per_second": own["vector"], "matmul": matmul_rates(key),
             "kernel_overhead_ns": 2_000,
             "table_name": own["table_name"],
+            "multiprocessors": own["multiprocessors"],
         },
         "host": HOST,
         "links": links(key, ranks, in_node, gigabits),
@@ -289,14 +290,14 @@ def of_40_gb(document):
     return document
 
 
-def fit_runs(runs, command, out):
+def fit_runs(command, out):
     with tempfile.TemporaryDirectory() as folder:
         chosen = []
         for gpu, base in OF_2023:
             path = pathlib.Path(folder) / f"{gpu}_base.json"
             write_text(path, json.dumps(base_2023(documents.read(str(out / f"{base}.json")))))
             chosen.append(f"--cluster-of={gpu}={path}")
-        subprocess.run([command, "cost", runs, "--builder=shardplan.runs.mpt:build", "--fit-rows=8", "-o", folder, *chosen], check=True)
+        subprocess.run([command, "cost", str(RUNS), "--builder=shardplan.runs.mpt:build", "--fit-rows=8", "-o", folder, *chosen], check=True)
         for gpu, _ in OF_2023:
             write_text(out / f"{gpu}_2023_{RUNS_RANKS}.json", (pathlib.Path(folder) / f"{gpu}.json").read_text())
         path = pathlib.Path(folder) / "a100_40gb.json"
@@ -312,18 +313,19 @@ def written(command, path):
 
 
 def main():
-    if len(sys.argv) == 5 and sys.argv[1] == "--runs":
-        return fit_runs(sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4]))
-    if len(sys.argv) != 5:
+    runs = sys.argv[1:2] == ["--runs"]
+    if len(sys.argv) != 3 + runs:
         sys.exit(__doc__)
-    collectives, matmuls, command, out = sys.argv[1], sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])
+    command, out = sys.argv[-2], pathlib.Path(sys.argv[-1])
+    if runs:
+        return fit_runs(command, out)
     with tempfile.TemporaryDirectory() as folder:
         for name, key, ranks, in_node, gigabits in CLUSTERS:
             own = DEVICES[key]
             base = pathlib.Path(folder) / f"{name}.json"
-            write_text(base, json.dumps(document(key, name, ranks, in_node, gigabits, matmuls)))
+            write_text(base, json.dumps(document(key, name, ranks, in_node, gigabits)))
             tables = []
-            for kind, path in (("collectives", collectives), ("matmuls", matmuls)):
+            for kind, path in (("collectives", COLLECTIVES), ("matmuls", MATMULS)):
                 with open(path, newline="") as file:
                     measured = {row["device"] for row in csv.DictReader(file)}
                 device = own["table_name"] if own["table_name"] in measured else own.get("as")

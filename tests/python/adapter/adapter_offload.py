@@ -14,7 +14,7 @@ from equivalence_models import inputs_of, loss_of
 from equivalence_settings import case
 
 import shardplan.torch as sp
-from shardplan.torch._offload import Offloader
+from shardplan.torch._parameters.offload import Offloader
 
 OFFLOADING = case("offloading", activation_offload={"modules": ["layers.*"], "min_bytes": 0})
 

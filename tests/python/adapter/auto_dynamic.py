@@ -16,7 +16,7 @@ from equivalence_models import loss_of
 from torch.distributed.fsdp import fully_shard
 
 import shardplan.torch as sp
-from shardplan.torch._applied import applied_to
+from shardplan.torch._replay.applied import applied_to
 
 CLUSTER = pathlib.Path(__file__).resolve().parents[3] / "examples" / "train_gpt" / "cluster.json"
 

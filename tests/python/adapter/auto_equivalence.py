@@ -77,7 +77,7 @@ class _AsFound(Trainer):
 def compare(case: Case, plan: str) -> tuple[float, str]:
     """On a rank. plan: the folder for plans."""
     import shardplan.torch as sp
-    from shardplan.torch._applied import applied_to
+    from shardplan.torch._replay.applied import applied_to
 
     mesh = make_mesh(case)
     with warnings.catch_warnings():

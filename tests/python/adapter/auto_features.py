@@ -161,8 +161,8 @@ def other_order(folder: str) -> str:
 
 def optimized(folder: str) -> str:
     """The search's plan is followed from the first step on where FSDP2's does not fit, else from a later one; numbers are FSDP2's."""
-    from shardplan.torch._applied import applied_to
-    from shardplan.torch._search import Search
+    from shardplan.torch._replay.applied import applied_to
+    from shardplan.torch._api.search import Search
 
     cluster = pathlib.Path(__file__).resolve().parents[3] / "examples" / "train_gpt" / "cluster.json"
     steps, rows = 7, 4096
@@ -199,16 +199,16 @@ def optimized(folder: str) -> str:
 
 
 def _plans_made() -> Callable[[], int]:
-    from shardplan.torch import _replan
+    from shardplan.torch._plans import replan
 
     count = [0]
-    real = _replan.make_plan
+    real = replan.make_plan
 
     def counted(*arguments, **keywords):
         count[0] += 1
         return real(*arguments, **keywords)
 
-    _replan.make_plan = counted
+    replan.make_plan = counted
     return lambda: count[0]
 
 
@@ -234,7 +234,7 @@ SETTERS: dict[str, Callable[[nn.Module], None]] = {
 
 def setter(name: str) -> str:
     """Called before the first step; called, and undone where there is an opposite, later. FSDP2 trains beside."""
-    from shardplan.torch._applied import applied_to
+    from shardplan.torch._replay.applied import applied_to
 
     call = SETTERS[name]
     ours, theirs = make(), make()
@@ -272,7 +272,7 @@ def toggled() -> str:
 
 
 def post_optim_event() -> str:
-    from shardplan.torch._applied import applied_to
+    from shardplan.torch._replay.applied import applied_to
 
     ours = sp.auto(make(), quiet=True)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)

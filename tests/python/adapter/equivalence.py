@@ -172,8 +172,8 @@ def fsdp_mesh(case: Case, rule: dict, mesh):
 
 def with_fsdp2(case: Case, model: nn.Module, mesh, port=None) -> nn.Module:
     """fully_shard for every unit of the strategy, and its knobs. port: shardplan.torch, whose functions take the places of PyTorch's."""
-    from shardplan.conformance.installed_fsdp import mesh_info, placed_on
-    from shardplan.conformance.units import matches_any
+    from shardplan_conformance.installed_fsdp import mesh_info, placed_on
+    from shardplan_conformance.units import matches_any
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from equivalence import FEW_STEPS, Case
 from equivalence_models import BLOCKS
-from shardplan.conformance.installed_fsdp import FINALIZES_ON_CALL, PLACES_ON_MESHES
+from shardplan_conformance.installed_fsdp import FINALIZES_ON_CALL, PLACES_ON_MESHES
 from torch.distributed.fsdp import _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 

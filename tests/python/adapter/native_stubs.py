@@ -5,7 +5,7 @@ import pathlib
 import re
 import types
 
-from shardplan.torch._native import native
+from shardplan.torch._job.native import native
 
 STUB = pathlib.Path(__file__).resolve().parents[3] / "tools" / "python" / "_shardplan-stubs" / "__init__.pyi"
 _HEAD = '''"""The compiled half of shardplan.torch. Written by dev/update_stubs from the module itself."""

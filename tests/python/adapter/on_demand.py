@@ -71,7 +71,7 @@ class LeavingTrainer(Trainer):
 
 def compare(case: Case, plan: str) -> tuple[float, str]:
     """On a rank."""
-    import shardplan.torch._kept_plans as adapter
+    import shardplan.torch._replay.kept_plans as adapter
     from shardplan.torch import PlanError
 
     mesh = make_mesh(case)

@@ -15,7 +15,7 @@ import torch.nn as nn
 from adapter_workers import run_on_ranks
 
 import shardplan.torch as sp
-from shardplan.torch._planning import make_plan
+from shardplan.torch._plans.planning import make_plan
 from shardplan.tracer import session
 
 WIDTH = 512

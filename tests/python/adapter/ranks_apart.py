@@ -9,7 +9,7 @@ import shardplan.torch as sp
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from shardplan.torch._outline import outline
+from shardplan.torch._model.outline import outline
 
 WIDTH = 8
 

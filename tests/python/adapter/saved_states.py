@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from equivalence import Case, make_mesh, make_model
 from flat_user import loss
-from shardplan.torch import _save
+from shardplan.torch._checkpoints import save as saving
 from optim_states import _optimizer, _train, same
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -28,18 +28,18 @@ def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
 @contextlib.contextmanager
 def _loses_elements(rank: int):
     """That rank's thread finds tensors shorter than they were said to be."""
-    whole = _save._held
+    whole = saving._held
 
     def shorter(name, value):
         tensor, box = whole(name, value)
         return tensor.flatten()[:-1] if tensor.dim() > 0 else tensor, box
 
     if dist.get_rank() == rank:
-        _save._held = shorter
+        saving._held = shorter
     try:
         yield
     finally:
-        _save._held = whole
+        saving._held = whole
 
 
 def _said(function, *arguments, **options) -> str:

@@ -8,7 +8,7 @@ import torch.nn as nn
 from adapter_workers import run_on_ranks
 from conftest import build_folder
 from equivalence_plans import make_plans
-from shardplan.torch._offload import Offloader
+from shardplan.torch._parameters.offload import Offloader
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import typing
 import pytest
 import shardplan.torch as sp
 import torch.nn as nn
-from shardplan.torch import _choices
+from shardplan.torch._job import arguments
 
 # Parameters whose strings are free: paths, names, sizes, patterns, and words of the command line.
 FREE = {"kwargs", "budget", "cluster", "folder", "method_name", "optimizer", "path", "plan", "plans", "units"}
@@ -45,7 +45,7 @@ def call(name: str, parameter: str, value: str) -> None:
 
 
 def test_every_kind_of_choice_is_a_parameters():
-    kinds = {kind for kind in vars(_choices).values() if typing.get_origin(kind) is typing.Literal}
+    kinds = {kind for kind in vars(arguments).values() if typing.get_origin(kind) is typing.Literal}
     assert {tuple(literals(hint)) for hint in CHOICES.values()} == {typing.get_args(kind) for kind in kinds}
 
 

@@ -16,8 +16,8 @@ from conftest import ROOT, installed_pytorch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardplan.torch._outline import outline
-from shardplan.torch._units import Arguments
+from shardplan.torch._model.outline import outline
+from shardplan.torch._model.units import Arguments
 
 pytestmark = pytest.mark.skipif(installed_pytorch() != "2.15", reason="the lists are of 2.15")
 
@@ -105,7 +105,7 @@ def test_every_argument_of_fully_shard_is_one_of_unit():
 
 
 def test_every_method_of_fsdp2_modules_is_there():
-    from shardplan.torch._fsdp_module import _Methods
+    from shardplan.torch._calls.fsdp_module import _Methods
 
     theirs = {name for name in vars(FSDPModule) if not name.startswith("_")}
     assert theirs <= {name for name in dir(_Methods)}

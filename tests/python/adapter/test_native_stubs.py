@@ -6,7 +6,7 @@ import inspect
 
 import native_stubs
 from conftest import ROOT
-from shardplan.torch._native import native
+from shardplan.torch._job.native import native
 
 
 def test_the_stub_is_what_the_module_says():

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardplan.torch._store import job_store
+from shardplan.torch._job.store import job_store
 
 
 def _rank(port: int, rank: int, ranks: int, delay_s: float, results) -> None:

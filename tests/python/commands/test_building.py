@@ -261,9 +261,10 @@ def doctor(place, *arguments, **more):
 
 def test_doctor_says_what_is_not_compiled_and_compiles_it(place):
     package = place / "site" / "shardplan" / "torch"  # one that finds the module
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "_native.py").write_text("import types\nfrom shardplan.building import built\nnative = types.SimpleNamespace(__version__='0', __file__=built().module)\n")
+    (package / "_job").mkdir(parents=True)
+    for folder in (package, package / "_job"):
+        (folder / "__init__.py").write_text("")
+    (package / "_job" / "native.py").write_text("import types\nfrom shardplan.building import built\nnative = types.SimpleNamespace(__version__='0', __file__=built().module)\n")
     code, said = doctor(place)
     assert code == 0 and "not compiled yet" in said and "shardplan doctor --build" in said and compiled(place) == 0
     code, said = doctor(place, "--build")

@@ -86,6 +86,15 @@ def test_what_fails_is_noted_and_the_rest_is_measured(tmp_path):
     assert "collectives" not in document
 
 
+def test_the_cluster_has_the_multiprocessors_of_the_measured_gpu(tmp_path):
+    measured = json.loads((ROOT / "tools" / "clusters" / "measured" / "h200_sxm.json").read_text())
+    measured["device"]["multiprocessors"] = 130
+    (tmp_path / "m.json").write_text(json.dumps(measured))
+    done = calibrate("--from", tmp_path / "m.json", "-o", tmp_path / "c.json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "c.json").read_text())["device"]["multiprocessors"] == 130
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

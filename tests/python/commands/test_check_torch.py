@@ -187,7 +187,8 @@ def test_operators_of_sources_are_found():
 
 
 def test_the_installed_torch_has_every_name_that_the_sources_use():
-    python = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "tools/python/shardplan").rglob("*.py")}
+    sources = ("tools/python/shardplan", "tests/python/shardplan_conformance")
+    python = {str(path.relative_to(ROOT)): path.read_text() for folder in sources for path in (ROOT / folder).rglob("*.py")}
     native = {str(path.relative_to(ROOT)): path.read_text() for folder in ("executor", "device") for path in (ROOT / folder).rglob("*.cc")}
     uses, operators = symbols.python_uses(python), symbols.operators(native)
     unresolved, unknown = symbols.probe(pathlib.Path(sys.executable), sorted(uses.dotted), sorted(operators))

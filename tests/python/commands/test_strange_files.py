@@ -196,7 +196,7 @@ def test_the_text_form_of_a_plan_is_a_plan(name, files):
 
 
 def test_the_python_module_reads_the_text_form(files):
-    torch_plan = pytest.importorskip("shardplan.torch._native").native.read_plan
+    torch_plan = pytest.importorskip("shardplan.torch._job.native").native.read_plan
     assert torch_plan(str(files / "plan.txt")).digest == torch_plan(str(files / "plan.json")).digest
 
 

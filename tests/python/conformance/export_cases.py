@@ -9,7 +9,7 @@ import torch
 from live_cases import LAYERS, LOW, Block
 from torch import nn
 
-from shardplan.conformance import Case, Forward
+from shardplan_conformance import Case, Forward
 
 PAIR = [{"call": "forward"}, {"call": "backward"}]
 END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from shardplan.conformance import Case, Forward
+from shardplan_conformance import Case, Forward
 
 LAYERS = [{"modules": ["layers.*"]}, {"modules": [""]}]
 LOW = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}

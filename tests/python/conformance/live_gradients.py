@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardplan.conformance import Case, Forward
+from shardplan_conformance import Case, Forward
 
 TOKENS = torch.zeros(2, 4, dtype=torch.long)
 UNITS = [{"modules": ["blocks.*"]}, {"modules": [""]}]

@@ -5,7 +5,7 @@ import pathlib
 
 from conftest import build_folder
 
-from shardplan.conformance import memory
+from shardplan_conformance import memory
 
 
 def compute_all(folder: pathlib.Path, cases: list[dict], tmp_path_factory) -> dict[str, dict]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from reference_models import Block1, Linear2
-from shardplan.conformance import Case, Forward
+from shardplan_conformance import Case, Forward
 
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardplan import files
-from shardplan.conformance import Case, checkpointing
-from shardplan.conformance.case import load_cases
-from shardplan.conformance.ranks import Ranks
-from shardplan.conformance.trace_case import make_model
-from shardplan.conformance.units import matching, unit_calls
 from shardplan.tracer.record import default_loss
+from shardplan_conformance import Case, checkpointing
+from shardplan_conformance.case import load_cases
+from shardplan_conformance.ranks import Ranks
+from shardplan_conformance.trace_case import make_model
+from shardplan_conformance.units import matching, unit_calls
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from inputs_done import InputsDone  # noqa: E402

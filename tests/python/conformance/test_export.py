@@ -10,9 +10,9 @@ from conftest import build_folder
 
 from shardplan.tracer import session  # noqa: F401  before the first backward of the process
 import export_cases
-from shardplan.conformance import recording
-from shardplan.conformance.random_cases import random_case
-from shardplan.conformance.ranks import Ranks, RecordingFailed
+from shardplan_conformance import recording
+from shardplan_conformance.random_cases import random_case
+from shardplan_conformance.ranks import Ranks, RecordingFailed
 
 RANDOM = range(700, 712)
 

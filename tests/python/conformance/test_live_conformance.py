@@ -17,10 +17,10 @@ import torch
 from conftest import ROOT, build_folder, installed_pytorch
 
 from shardplan.tracer import session  # noqa: F401  before the first backward of the process
-from shardplan.conformance import Case, Forward, cli, recording
-from shardplan.conformance.case import CaseError, planner_strategy, traced_program
-from shardplan.conformance.random_cases import random_case
-from shardplan.conformance.ranks import Ranks, RecordingFailed
+from shardplan_conformance import Case, Forward, cli, recording
+from shardplan_conformance.case import CaseError, planner_strategy, traced_program
+from shardplan_conformance.random_cases import random_case
+from shardplan_conformance.ranks import Ranks, RecordingFailed
 
 KEYS = {
     "fsdp2": "step phase op unit bytes dtype group ranks to noop via kind".split(),
@@ -199,7 +199,7 @@ def case_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases")
     (folder / "own_cases.py").write_text(
         "import torch\n"
-        "from shardplan.conformance import Case, Forward\n"
+        "from shardplan_conformance import Case, Forward\n"
         "def model():\n"
         "    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))\n"
         "def one(**more):\n"
@@ -241,7 +241,7 @@ def test_errors_of_the_command(shardplan, case_folder, arguments, code, text):
     assert text in result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(("source", "text"), [("own_cases:number", "expected a shardplan.conformance.Case"), ("no_such_module:case", "no_such_module")])
+@pytest.mark.parametrize(("source", "text"), [("own_cases:number", "expected a shardplan_conformance.Case"), ("no_such_module:case", "no_such_module")])
 def test_what_gives_no_case_is_bad_input(case_folder, source, text, capsys, monkeypatch):
     monkeypatch.chdir(case_folder)
     monkeypatch.syspath_prepend(case_folder)

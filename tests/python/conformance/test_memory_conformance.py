@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from memory_cases import compute_all
 
-from shardplan.conformance import memory
+from shardplan_conformance import memory
 
 FOLDER = ROOT / "tests" / "conformance" / "memory"
 CASES = memory.read_cases(FOLDER, [])

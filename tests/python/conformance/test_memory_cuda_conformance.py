@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, build_folder
 from memory_cases import compute_all
 
-from shardplan.conformance import memory, memory_cuda
+from shardplan_conformance import memory, memory_cuda
 
 FOLDER = ROOT / "tests" / "conformance" / "memory_cuda"
 CASES = memory.read_cases(FOLDER, [])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import warm
 from conftest import ROOT, build_folder
-from shardplan.conformance.optim_state import Differs, compare
+from shardplan_conformance.optim_state import Differs, compare
 
 RECORDER = pathlib.Path(__file__).with_name("optim_state_recorder.py")
 FOLDER = ROOT / "tests" / "conformance" / "optim_state"

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "tests" / "python"), str(ROOT / "tools" / "python")]
 
 from conftest import build_folder, on_device  # noqa: E402
-from shardplan.conformance import memory  # noqa: E402
+from shardplan_conformance import memory  # noqa: E402
 
 FOLDER = ROOT / "tests" / "conformance" / "memory_cuda"
 DEFAULT = FOLDER / "f1_small_flat.json"  # what a case does not say

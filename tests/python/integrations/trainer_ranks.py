@@ -74,7 +74,7 @@ def trainer(folder: str, by_plans: bool, resume: bool, accumulate: int) -> dict:
         made.accelerator.unwrap_model(made.model).save_pretrained(pathlib.Path(folder) / "saved", state_dict=state)
     dist.barrier()
     if by_plans:
-        from shardplan.torch._applied import applied_to
+        from shardplan.torch._replay.applied import applied_to
 
         applied = applied_to(made.model)
         result["units"] = len(applied.plan.units)

@@ -17,9 +17,9 @@ from conftest import build_folder
 from torch import nn
 from tracer_support import passes
 
-from shardplan.conformance.checkpointing import early_stop, wrap
 from shardplan.tracer import document
 from shardplan.tracer.session import Options, trace_module
+from shardplan_conformance.checkpointing import early_stop, wrap
 
 COMMAND = build_folder() / "bin" / "shardplan"
 SEED = 4177

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardplan import versions
+from shardplan.installing import in_checkout
 
-EXIT_ENVIRONMENT = 4
+EXIT_USAGE, EXIT_ENVIRONMENT = 2, 4
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Controls, separators of lines, marks of direction, and bytes that are no UTF-8 (surrogates): as schemas/printable.h has them.
@@ -61,6 +62,12 @@ def built_command(name: str) -> str:
     if problem := versions.why_not_program(program):
         raise NoCommand(problem)
     return program
+
+
+def tests_of_repository(package: str) -> Path | None:
+    """The folder tests/python of the checkout that this package lies in, which holds `package`. None: an installed one has no tests."""
+    folder = Path(__file__).resolve().parents[3] / "tests" / "python"
+    return folder if in_checkout() and (folder / package / "__init__.py").is_file() else None
 
 
 def file_name(text: str) -> str:

@@ -104,6 +104,8 @@ def _document(measured: dict, base: dict, name: str | None) -> dict:
     device = base.get("device", {}) | {"name": described.get("name", "device"), "memory_bytes": described["memory_bytes"], "table_name": "measured"}
     if described.get("context_bytes"):
         device["context_bytes"] = described["context_bytes"]
+    if described.get("multiprocessors"):
+        device["multiprocessors"] = described["multiprocessors"]
     if rows := measured.get("memory", []):
         device |= memory_rates(rows) if on_gpu else memory_rates_of_cpu(rows)
         know("memory", rows)

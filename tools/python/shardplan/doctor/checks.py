@@ -78,7 +78,7 @@ def _module() -> Finding:
         except building.NotBuilt as error:
             return Finding("broken", str(error))
     try:
-        from shardplan.torch._native import native
+        from shardplan.torch._job.native import native
     except ImportError as error:
         return Finding("broken", str(error), TRAINS)
     return Finding("works", f"{native.__version__}, {native.__file__}")

@@ -17,12 +17,13 @@ _LIBRARY = "libshardplan_device.so"
 _OPENED_AS = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
-# Compute capability and multiprocessors by a part of the device's name (NVIDIA's data sheets). PyTorch's kernels take scratch by them. The first that fits.
-_KINDS = {
-    "V100": ("7.0", 80), "A100": ("8.0", 108), "A800": ("8.0", 108), "A10": ("8.6", 72), "A40": ("8.6", 84), "A6000": ("8.6", 84), "L40": ("8.9", 142), "L4": ("8.9", 58),
-    "H20 ": ("9.0", 78), "H100 PCIe": ("9.0", 114), "H100": ("9.0", 132), "H800": ("9.0", 132), "H200": ("9.0", 132), "B200": ("10.0", 148), "B300": ("10.3", 148),
+# Compute capability by a part of the device's name (NVIDIA's data sheets). PyTorch chooses kernels by it. The first that fits.
+_CAPABILITIES = {
+    "V100": "7.0", "A100": "8.0", "A800": "8.0", "A10": "8.6", "A40": "8.6", "A6000": "8.6", "L40": "8.9", "L4": "8.9",
+    "H20 ": "9.0", "H100": "9.0", "H800": "9.0", "H200": "9.0", "B200": "10.0", "B300": "10.3",
 }  # fmt: skip
-_OTHER_KIND = ("9.0", 132)
+# Of an H100.
+_OTHER_CAPABILITY, _OTHER_MULTIPROCESSORS = "9.0", 132
 
 
 class NoDevice(Exception):
@@ -90,8 +91,16 @@ def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Devic
     device = document["device"]
     if memory_bytes is not None and memory_bytes <= device.get("context_bytes", 0):
         raise BadCluster(f"--device-memory: a CUDA context alone takes {device['context_bytes']} bytes (found {memory_bytes}, expected more; 80GB is a size)")
-    capability, multiprocessors = next((kind for part, kind in _KINDS.items() if part in f"{device['name']} "), _OTHER_KIND)
-    return Device(document["name"], device["name"], memory_bytes or device["memory_bytes"], device.get("context_bytes", 0), answer["nccl_buffer_bytes"], capability, device.get("multiprocessors", multiprocessors))
+    capability = next((capability for part, capability in _CAPABILITIES.items() if part in f"{device['name']} "), _OTHER_CAPABILITY)
+    return Device(
+        document["name"],
+        device["name"],
+        memory_bytes or device["memory_bytes"],
+        device.get("context_bytes", 0),
+        answer["nccl_buffer_bytes"],
+        capability,
+        device.get("multiprocessors", _OTHER_MULTIPROCESSORS),
+    )
 
 
 def _answer(question: dict) -> dict:
