@@ -17,7 +17,7 @@
 #include "profile.h"
 #include "reshard_run.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/known_faults.h"
+#include "shardplan/verifier/known_faults.h"
 #include "worker.h"
 
 namespace shardplan::run {

@@ -13,11 +13,11 @@
 
 #include "shardplan/executor/collectives.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/schemas/pytorch_version.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/known_faults.h"
+#include "shardplan/verifier/verifier.h"
 
 namespace shardplan::python {
 namespace {

@@ -9,6 +9,7 @@ from conftest import ROOT
 
 LIBRARIES = {
     "schemas": ["schemas/src"],
+    "verifier": ["schemas/verifier"],
     "simulator": ["simulator/src"],
     "planner": ["planner/src"],
     "replay": ["executor/src/replay", "executor/src/virtual"],

@@ -7,9 +7,9 @@
 
 #include "commands/commands.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/printable.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/known_faults.h"
+#include "shardplan/verifier/verifier.h"
 #include "support.h"
 
 namespace shardplan::cli {

@@ -5,7 +5,7 @@
 
 #include "events.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 
 namespace shardplan::conformance {
 namespace {

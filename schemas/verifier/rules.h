@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules, each a function of the state. Their names are the rules' names (shardplan/schemas/verifier.h,
+// The rules, each a function of the state. Their names are the rules' names (shardplan/verifier/verifier.h,
 // docs/reference/verifier.md); each answers what breaks its rule, and nothing, false or kHolds where the rule
 // holds. Nothing here changes the state or has words for people: verifier_interpreter, verifier_memory and
 // verifier_gradients make the state and ask, words/verifier_words says the answer. The rule `reference` is in

@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "shardplan/schemas/layout.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "verifier/words/report.h"
 
 namespace shardplan {

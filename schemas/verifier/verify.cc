@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "shardplan/schemas/assert.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "verifier/collectives.h"
 #include "verifier/interpreter.h"
 #include "verifier/procedures.h"

@@ -10,7 +10,7 @@
 
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 
 namespace shardplan {
 

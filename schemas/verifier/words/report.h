@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "verifier/clocks.h"
 
 namespace shardplan::verifier {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/known_faults.h"
+#include "shardplan/verifier/known_faults.h"
 
 #include <fmt/format.h>
 

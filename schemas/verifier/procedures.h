@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 
 namespace shardplan::verifier {
 
