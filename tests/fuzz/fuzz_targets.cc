@@ -8,10 +8,10 @@
 
 #include "events.h"
 #include "recording.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/planner/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/simulator/allocator_replay.h"

@@ -15,10 +15,10 @@
 #include <variant>
 #include <vector>
 
+#include "shardplan/checkpoints/checkpoint.h"
+#include "shardplan/checkpoints/state_checkpoint.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/session.h"
-#include "shardplan/schemas/checkpoint.h"
-#include "shardplan/schemas/state_checkpoint.h"
 
 namespace shardplan::python {
 namespace {

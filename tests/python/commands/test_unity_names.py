@@ -9,11 +9,12 @@ from conftest import ROOT
 
 LIBRARIES = {
     "schemas": ["schemas/src"],
+    "checkpoints": ["schemas/checkpoints"],
     "verifier": ["schemas/verifier"],
     "simulator": ["simulator/src"],
     "planner": ["planner/src"],
     "replay": ["executor/src/replay", "executor/src/virtual"],
-    "executor": ["executor/src/torch", "executor/src/cpu"],
+    "executor": ["executor/src/torch", "executor/src/cpu", "executor/checkpoints"],
     "executor_cuda": ["executor/src/cuda"],
     "training": ["executor/src/training"],
     "run": ["executor/run"],

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "commands/commands.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
 #include "shardplan/verifier/known_faults.h"

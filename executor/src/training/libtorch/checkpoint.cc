@@ -17,8 +17,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "shardplan/checkpoints/state_checkpoint.h"
 #include "shardplan/schemas/dtype.h"
-#include "shardplan/schemas/state_checkpoint.h"
 #include "training/failure.h"
 #include "training/libtorch/torch_names.h"
 #include "training/libtorch/training_impl.h"
