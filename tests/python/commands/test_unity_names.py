@@ -16,7 +16,7 @@ LIBRARIES = {
     "replay": ["executor/src/replay", "executor/src/virtual"],
     "executor": ["executor/src/torch", "executor/src/cpu", "executor/checkpoints"],
     "executor_cuda": ["executor/src/cuda"],
-    "training": ["executor/src/training"],
+    "training": ["executor/src/training", "executor/tracer"],
     "run": ["executor/run"],
     "pytorch_adapter": ["executor/pytorch_adapter"],
     "cli": ["tools/cli"],

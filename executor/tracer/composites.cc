@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rules are those of attention.py of the tracer, which names their sources in PyTorch.
-#include "training/recorder/composites.h"
+#include "tracer/composites.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>

@@ -19,11 +19,11 @@
 #include "shardplan/executor/module_calls.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/trace.h"
-#include "training/recorder/composites.h"
-#include "training/recorder/mode.h"
-#include "training/recorder/operators.h"
-#include "training/recorder/storages.h"
-#include "training/recorder/tree.h"
+#include "tracer/composites.h"
+#include "tracer/mode.h"
+#include "tracer/operators.h"
+#include "tracer/storages.h"
+#include "tracer/tree.h"
 
 namespace shardplan::executor {
 

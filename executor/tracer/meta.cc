@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/recorder/meta.h"
+#include "tracer/meta.h"
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "shardplan/executor/trace_recorder.h"
-#include "training/recorder/mode.h"
-#include "training/recorder/operators.h"
+#include "tracer/mode.h"
+#include "tracer/operators.h"
 
 namespace shardplan::executor {
 namespace {

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "shardplan/schemas/trace_check.h"
-#include "training/recorder/merge.h"
-#include "training/recorder/mode.h"
-#include "training/recorder/step.h"
-#include "training/recorder/tree.h"
+#include "tracer/merge.h"
+#include "tracer/mode.h"
+#include "tracer/step.h"
+#include "tracer/tree.h"
 
 namespace shardplan::executor {
 namespace {

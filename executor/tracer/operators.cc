@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/recorder/operators.h"
+#include "tracer/operators.h"
 
 #include <fmt/format.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/recorder/step.h"
+#include "tracer/step.h"
 
 #include <ATen/SequenceNumber.h>
 #include <c10/core/InferenceMode.h>
@@ -17,7 +17,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "training/recorder/meta.h"
+#include "tracer/meta.h"
 
 namespace shardplan::executor {
 namespace {

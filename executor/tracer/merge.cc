@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/recorder/merge.h"
+#include "tracer/merge.h"
 
 #include <algorithm>
 #include <map>

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/recorder/tree.h"
+#include "tracer/tree.h"
 
 #include <string>
 
+#include "tracer/operators.h"
 #include "training/libtorch/torch_names.h"
-#include "training/recorder/operators.h"
 
 namespace shardplan::executor {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/recorder/storages.h"
+#include "tracer/storages.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/util/intrusive_ptr.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "training/recorder/mode.h"
+#include "tracer/mode.h"
 
 #include <c10/core/SafePyObject.h>
 #include <c10/core/TensorImpl.h>
