@@ -27,7 +27,7 @@ install(DIRECTORY schemas/include/ schemas/checkpoints/include/ schemas/verifier
 install(DIRECTORY executor/ DESTINATION ${sources}/executor COMPONENT adapter
         FILES_MATCHING PATTERN "*.h" PATTERN "*.cc" PATTERN "*/CMakeLists.txt" PATTERN "at_hand" EXCLUDE
         PATTERN "run/options.cc" EXCLUDE PATTERN "src/replay/*.cc" EXCLUDE PATTERN "src/virtual" EXCLUDE
-        PATTERN "src/training/libtorch" EXCLUDE PATTERN "tracer" EXCLUDE)
+        PATTERN "training/cpp" EXCLUDE PATTERN "tracer" EXCLUDE)
 install(DIRECTORY device/ DESTINATION ${sources}/device COMPONENT adapter
         FILES_MATCHING PATTERN "*.h" PATTERN "*.cc" PATTERN "CMakeLists.txt")
 # torch's ProcessGroupGloo.hpp includes gloo's headers, which torch does not bring.

@@ -12,7 +12,7 @@
 #include <span>
 #include <string_view>
 
-#include "training/libtorch/torch_names.h"
+#include "training/cpp/torch_names.h"
 
 namespace shardplan::executor {
 namespace {

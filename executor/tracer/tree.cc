@@ -4,7 +4,7 @@
 #include <string>
 
 #include "tracer/operators.h"
-#include "training/libtorch/torch_names.h"
+#include "training/cpp/torch_names.h"
 
 namespace shardplan::executor {
 namespace {

@@ -31,7 +31,7 @@ def mixed_precision_policy(precision) -> MixedPrecisionPolicy:
 
 
 class ExtendedParameter:
-    """One such parameter on this rank; see [Note: extensions] in executor/pytorch_adapter/parameters/extensions.h."""
+    """One such parameter on this rank; see [Note: extensions] in executor/training/binding/parameters/extensions.h."""
 
     def __init__(self, expected, sharded: ShardedParameter, module: nn.Module, mesh: DeviceMesh, precision) -> None:
         self.expected, self.sharded, self.module, self.mesh = expected, sharded, module, mesh
