@@ -20,13 +20,13 @@ LIBRARIES = {
     "run": ["executor/run"],
     "binding": ["executor/training/binding"],
     "cli": ["tools/cli"],
-    "conformance": ["tools/cli/conformance"],
+    "conformance": ["tests/conformance/program"],
     "planner_test": ["tests/planner"],
     "schemas_test": ["tests/schemas"],
     "virtual_test": ["tests/executor/virtual"],
 }
 # Folders within that are a library of their own.
-INSIDE = {"cli": "tools/cli/conformance", "training": "executor/training/binding"}
+INSIDE = {"training": "executor/training/binding"}
 DEFINITIONS = (
     re.compile(r"^(?:struct|class|enum class) (\w+)[^;\n]*\{", re.MULTILINE),
     re.compile(r"^(?:static )?(?:constexpr|const)\b[^=;{(]*?\b(k\w+)\b", re.MULTILINE),
