@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "policy/fsdp1/units.h"
+#include "units/fsdp1_units.h"
 
 #include <fmt/format.h>
 

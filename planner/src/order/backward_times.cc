@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "passes/backward_times.h"
+#include "order/backward_times.h"
 
 #include <algorithm>
 #include <map>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "passes/record_order.h"
+#include "order/record_order.h"
 
 #include <fmt/format.h>
 
@@ -10,8 +10,8 @@
 #include <tuple>
 #include <utility>
 
-#include "passes/backward_times.h"
-#include "passes/group_forwards.h"
+#include "order/backward_times.h"
+#include "order/group_forwards.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/program.h"
 

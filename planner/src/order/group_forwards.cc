@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "passes/group_forwards.h"
+#include "order/group_forwards.h"
 
 #include <algorithm>
 #include <functional>
