@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <set>
 #include <variant>
 
 #include "shardplan/schemas/alive_buffers.h"
