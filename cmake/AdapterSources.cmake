@@ -5,13 +5,15 @@ set(parts ${CMAKE_BINARY_DIR}/libshardplan_parts.a)
 file(GENERATE OUTPUT ${CMAKE_BINARY_DIR}/parts.mri
      CONTENT "CREATE ${parts}
 ADDLIB $<TARGET_FILE:shardplan_schemas>
+ADDLIB $<TARGET_FILE:shardplan_checkpoints>
+ADDLIB $<TARGET_FILE:shardplan_verifier>
 ADDLIB $<TARGET_FILE:shardplan_replay>
 ADDLIB $<TARGET_FILE:shardplan_run_options>
 ADDLIB ${SHARDPLAN_DEFLATE}
 SAVE
 END
 ")
-add_custom_command(OUTPUT ${parts} DEPENDS shardplan_schemas shardplan_replay shardplan_run_options ${CMAKE_BINARY_DIR}/parts.mri
+add_custom_command(OUTPUT ${parts} DEPENDS shardplan_schemas shardplan_checkpoints shardplan_verifier shardplan_replay shardplan_run_options ${CMAKE_BINARY_DIR}/parts.mri
                    COMMAND ${CMAKE_COMMAND} -E rm -f ${parts}
                    COMMAND sh -c "${CMAKE_AR} -M <parts.mri" WORKING_DIRECTORY ${CMAKE_BINARY_DIR} VERBATIM)
 add_custom_target(adapter_parts DEPENDS ${parts})
@@ -21,11 +23,11 @@ file(WRITE ${CMAKE_BINARY_DIR}/version ${PROJECT_VERSION})
 install(FILES executor/at_hand/CMakeLists.txt ${CMAKE_BINARY_DIR}/version DESTINATION ${sources} COMPONENT adapter)
 install(FILES ${parts} DESTINATION ${sources}/lib/${CMAKE_SYSTEM_PROCESSOR} COMPONENT adapter)
 install(FILES cmake/FindTorchWheel.cmake DESTINATION ${sources}/cmake COMPONENT adapter)
-install(DIRECTORY schemas/include/ DESTINATION ${sources}/include COMPONENT adapter FILES_MATCHING PATTERN "*.h")
+install(DIRECTORY schemas/include/ schemas/checkpoints/include/ schemas/verifier/include/ DESTINATION ${sources}/include COMPONENT adapter FILES_MATCHING PATTERN "*.h")
 install(DIRECTORY executor/ DESTINATION ${sources}/executor COMPONENT adapter
         FILES_MATCHING PATTERN "*.h" PATTERN "*.cc" PATTERN "*/CMakeLists.txt" PATTERN "at_hand" EXCLUDE
         PATTERN "run/options.cc" EXCLUDE PATTERN "src/replay/*.cc" EXCLUDE PATTERN "src/virtual" EXCLUDE
-        PATTERN "src/training/libtorch" EXCLUDE PATTERN "src/training/recorder" EXCLUDE)
+        PATTERN "training/cpp" EXCLUDE PATTERN "tracer" EXCLUDE)
 install(DIRECTORY device/ DESTINATION ${sources}/device COMPONENT adapter
         FILES_MATCHING PATTERN "*.h" PATTERN "*.cc" PATTERN "CMakeLists.txt")
 # torch's ProcessGroupGloo.hpp includes gloo's headers, which torch does not bring.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# `cmake --install`: the commands, the libraries with a find_package(shardplan) package, the Python package, the clusters.
-# The wheel of pyproject.toml has the commands, the Python package, clusters and models; that of executor/pyproject.toml
+# `cmake --install`: the command, the libraries with a find_package(shardplan) package, the Python package, the clusters.
+# The wheel of pyproject.toml has the command, the Python package, clusters and models; that of executor/pyproject.toml
 # what is built with one torch.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-function(shardplan_install_commands destination)
-  install(TARGETS shardplan shardplan-conformance RUNTIME DESTINATION ${destination} COMPONENT wheel)
+function(shardplan_install_command destination)
+  install(TARGETS shardplan RUNTIME DESTINATION ${destination} COMPONENT wheel)
 endfunction()
 
 # rpath: where torch lies, seen from `destination`.
@@ -24,7 +24,7 @@ function(shardplan_install_device destination component)
 endfunction()
 
 if(SKBUILD AND NOT SHARDPLAN_EXECUTOR)
-  shardplan_install_commands(${SKBUILD_SCRIPTS_DIR})
+  shardplan_install_command(${SKBUILD_SCRIPTS_DIR})
   install(DIRECTORY tools/clusters/ DESTINATION ${SKBUILD_DATA_DIR}/share/shardplan/clusters COMPONENT wheel
           FILES_MATCHING PATTERN "*.json")
   install(DIRECTORY tools/models/ DESTINATION ${SKBUILD_DATA_DIR}/share/shardplan/models COMPONENT wheel
@@ -45,7 +45,7 @@ endif()
 
 # Not INSTALL_RPATH_USE_LINK_PATH, which leaves out what lies in the source tree, as .venv does.
 get_property(torch_library_dirs GLOBAL PROPERTY SHARDPLAN_TORCH_LIBRARY_DIRS)
-shardplan_install_commands(${CMAKE_INSTALL_BINDIR})
+shardplan_install_command(${CMAKE_INSTALL_BINDIR})
 shardplan_install_run(${CMAKE_INSTALL_BINDIR} "${torch_library_dirs}")
 set(share ${CMAKE_INSTALL_DATADIR}/shardplan)
 install(DIRECTORY tools/python/shardplan tools/python/_shardplan-stubs DESTINATION ${share}/python
@@ -70,8 +70,8 @@ function(shardplan_install_libraries export)
   install(EXPORT ${export} NAMESPACE shardplan:: DESTINATION ${package})
 endfunction()
 
-shardplan_install_libraries(shardplanTargets schemas simulator planner policy)
-foreach(library schemas simulator planner)
+shardplan_install_libraries(shardplanTargets schemas checkpoints verifier simulator planner policy)
+foreach(library schemas schemas/checkpoints schemas/verifier simulator planner)
   install(DIRECTORY ${library}/include/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 endforeach()
 if(SHARDPLAN_EXECUTOR)

@@ -24,7 +24,7 @@ sys.path.append(str(ROOT / "tests" / "python" / "device"))
 import device_symbols  # noqa: E402
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # as in tools/setup: the one whose headers python3-dev brings
-TARGETS = ("product",)
+TARGETS = ("product", "shardplan-conformance")
 TESTS = ("device_test", "executor_test", "executor_gpu_test",
          *(f"executor_{backend}_{suite}_test" for suite in ("conformance", "reshard") for backend in ("cpu", "cuda")))
 SLOW = "equivalence or flat"

@@ -5,8 +5,8 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/simulate.h"
+#include "shardplan/verifier/verifier.h"
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;

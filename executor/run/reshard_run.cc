@@ -13,6 +13,7 @@
 
 #include "backend.h"
 #include "reshard_state.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/executor/bounded_store.h"
 #include "shardplan/executor/reshard.h"
 #include "shardplan/schemas/io.h"

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "shardplan/schemas/state_layout.h"
+#include "shardplan/checkpoints/state_layout.h"
 
 namespace shardplan::run {
 

@@ -21,9 +21,9 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/pytorch_rules.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/known_faults.h"
+#include "shardplan/verifier/verifier.h"
 #include "units/dtype_checks.h"
 
 namespace shardplan {

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "order/record_order.h"
 #include "passes/offload_activations.h"
 #include "passes/place_events.h"
-#include "passes/record_order.h"
 #include "passes/schedule_graph.h"
 #include "policy/policy_passes.h"
 #include "shardplan/schemas/cluster.h"

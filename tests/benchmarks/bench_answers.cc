@@ -13,8 +13,8 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/simulate.h"
+#include "shardplan/verifier/verifier.h"
 #include "shortest_seconds.h"
 
 namespace shardplan::test {

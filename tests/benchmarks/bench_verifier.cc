@@ -11,7 +11,7 @@
 #include <string>
 
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "shortest_seconds.h"
 
 namespace shardplan {

@@ -20,7 +20,7 @@
 
 #include "shardplan/executor/replayer.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/executor/forked_ranks.h"
 #include "tests/executor/rank_backend.h"
 #include "tests/executor/torch_numbers.h"

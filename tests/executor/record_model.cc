@@ -6,7 +6,7 @@
 
 #include "shardplan/schemas/io.h"
 #include "trace_models.h"
-#include "training/recorder/operators.h"
+#include "tracer/operators.h"
 
 int main(int argc, char** argv) {
   namespace models = shardplan::executor::testing;

@@ -23,10 +23,10 @@
 #include <utility>
 #include <vector>
 
-#include "shardplan/planner/reshard.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "tests/executor/forked_ranks.h"
 #include "tests/executor/rank_backend.h"
-#include "tests/planner/reshard/naive_reshard.h"
+#include "tests/schemas/checkpoints/naive_reshard.h"
 
 namespace shardplan::test {
 namespace {

@@ -13,7 +13,7 @@
 #include <sstream>
 #include <thread>
 
-#include "shardplan/planner/reshard.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "tests/executor/step_plan.h"
 

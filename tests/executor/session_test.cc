@@ -23,7 +23,7 @@
 
 #include "tests/executor/forked_ranks.h"
 #include "tests/executor/rank_backend.h"
-#include "tests/planner/reshard/naive_reshard.h"
+#include "tests/schemas/checkpoints/naive_reshard.h"
 
 namespace shardplan::test {
 namespace {

@@ -16,7 +16,7 @@
 #include "gpt_model.h"
 #include "shardplan/schemas/io.h"
 #include "trace_models.h"
-#include "training/recorder/mode.h"
+#include "tracer/mode.h"
 
 namespace shardplan::executor {
 namespace {

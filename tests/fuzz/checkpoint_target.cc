@@ -9,8 +9,8 @@
 #include <fstream>
 #include <map>
 
-#include "shardplan/planner/reshard.h"
-#include "shardplan/schemas/checkpoint.h"
+#include "shardplan/checkpoints/checkpoint.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "tests/fuzz/fuzz_targets.h"
 
 namespace shardplan::test {

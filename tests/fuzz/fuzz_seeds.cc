@@ -7,12 +7,12 @@
 #include <stdexcept>
 #include <utility>
 
-#include "shardplan/planner/reshard.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "tests/executor/virtual/plan_cases.h"
 #include "tests/fuzz/mutator.h"
-#include "tests/planner/reshard/naive_reshard.h"
+#include "tests/schemas/checkpoints/naive_reshard.h"
 #include "tests/support/random_documents.h"
 #include "tests/support/small_plans.h"
 

@@ -8,14 +8,12 @@
 
 #include "events.h"
 #include "recording.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/planner/reshard.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/plan_text.h"
-#include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/allocator_replay.h"
 #include "shardplan/simulator/memory_explanation.h"
 #include "shardplan/simulator/memory_page.h"
@@ -23,6 +21,8 @@
 #include "shardplan/simulator/reserved_memory.h"
 #include "shardplan/simulator/simulate.h"
 #include "shardplan/simulator/simulate_reshard.h"
+#include "shardplan/verifier/known_faults.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/fuzz/mutator.h"
 
 namespace shardplan::test {

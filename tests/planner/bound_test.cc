@@ -7,9 +7,9 @@
 
 #include "optimize/prices.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/pooled_memory.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/planner/bound_cases.h"
 
 namespace shardplan {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules by which conformance reads the events out of a plan (tools/cli/conformance/*_events.cc) are its
-// own, and could overlook a difference. Plans of all recordings, changed in something that a log shows: none
-// conforms.
+// The rules by which conformance reads the events out of a plan (tests/conformance/program/*_events.cc) are
+// its own, and could overlook a difference. Plans of all recordings, changed in something that a log shows:
+// none conforms.
 #include <gtest/gtest.h>
 
 #include <algorithm>

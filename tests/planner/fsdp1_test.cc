@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/planner/planned.h"
 #include "tests/planner/synthetic.h"
 

@@ -13,7 +13,7 @@
 #include "planner/src/units/mesh.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/planner/random_orders.h"
 
 namespace shardplan {

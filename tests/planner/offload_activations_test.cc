@@ -10,9 +10,9 @@
 #include "shardplan/planner/fsdp2_settings.h"
 #include "shardplan/planner/optimize.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/memory_profile.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/planner/parts_cases.h"
 #include "tests/planner/synthetic.h"
 

@@ -9,9 +9,9 @@
 #include "optimize/moves.h"
 #include "shardplan/planner/optimize.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/sensitivity.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/planner/parts_cases.h"
 
 namespace shardplan {

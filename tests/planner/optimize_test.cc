@@ -10,9 +10,9 @@
 #include "optimize/evaluator.h"
 #include "optimize/moves.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/pooled_memory.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/planner/bound_cases.h"
 
 namespace shardplan {

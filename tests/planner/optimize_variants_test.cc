@@ -10,8 +10,8 @@
 
 #include "shardplan/planner/variants.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/verifier.h"
 #include "shardplan/simulator/lower_bound.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/planner/parts_cases.h"
 
 namespace shardplan {

@@ -8,7 +8,7 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/planner/random_cases.h"
 
 namespace shardplan {

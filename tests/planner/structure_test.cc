@@ -10,7 +10,7 @@
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/policy_knobs.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/planner/planned.h"
 #include "tests/planner/synthetic.h"
 

@@ -4,8 +4,8 @@
 
 #include <string>
 
+#include "shardplan/checkpoints/state_layout.h"
 #include "shardplan/schemas/error.h"
-#include "shardplan/schemas/state_layout.h"
 
 namespace shardplan::cli {
 

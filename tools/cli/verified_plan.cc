@@ -6,8 +6,8 @@
 #include "cluster_names.h"
 #include "flags/cluster_choice.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/printable.h"
+#include "shardplan/verifier/known_faults.h"
 #include "support.h"
 
 namespace shardplan::cli {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "passes/record_order.h"
+#include "order/record_order.h"
 #include "units/partition.h"
 
 namespace shardplan {

@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "policy/fsdp1/frozen.h"
-#include "policy/fsdp1/units.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/policy_knobs.h"
+#include "units/fsdp1_units.h"
 
 namespace shardplan {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "policy/fsdp1/units.h"
 #include "shardplan/planner/planner.h"
+#include "units/fsdp1_units.h"
 #include "units/layout.h"
 #include "units/unit_maker.h"
 

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/executor/virtual/checked_run.h"
 #include "tests/executor/virtual/plan_cases.h"
 

@@ -10,7 +10,7 @@
 
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 
 namespace shardplan::test {
 

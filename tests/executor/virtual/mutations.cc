@@ -10,7 +10,7 @@
 #include <variant>
 
 #include "shardplan/schemas/plan_text.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/executor/virtual/checked_run.h"
 #include "tests/executor/virtual/effects.h"
 #include "tests/executor/virtual/leftovers.h"

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/executor/virtual/expected_values.h"
 #include "tests/executor/virtual/field_mutations.h"
 

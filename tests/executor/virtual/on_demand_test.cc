@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/executor/virtual/checked_run.h"
 #include "tests/executor/virtual/plan_cases.h"
 

@@ -14,7 +14,7 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/on_demand.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/executor/virtual/checked_run.h"
 #include "tests/executor/virtual/edits.h"
 #include "tests/executor/virtual/field_mutations.h"

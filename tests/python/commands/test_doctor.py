@@ -42,7 +42,7 @@ def test_a_build_without_the_executor_is_told(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("SHARDPLAN_PROGRAMS", str(tmp_path))
     finding = cli._programs()
-    assert finding.state == "missing" and "not built: shardplan-conformance, shardplan-run" in finding.found
+    assert finding.state == "missing" and "not built: shardplan-run" in finding.found
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_every_output_of_every_command_is_tried():
 def test_nothing_else_in_the_sources_writes_files():
     """One writer in C++, one in Python; and checkpoints, whose files are written piece by piece, beside their place until all are whole. A rehearsed
     process writes what it tells into the command's scratch folder, and has nothing of this package."""
-    checkpoints = {"schemas/src/checkpoint/file_sink.cc", "schemas/src/checkpoint/journal.cc"}
+    checkpoints = {"schemas/checkpoints/files/file_sink.cc", "schemas/checkpoints/files/journal.cc"}
     writes = {
         ".cc": (r"ofstream|\bfopen\(|\brename\(|\bmkstemp\(|O_CREAT", {"schemas/src/files/file_write.cc", "tools/cli/support.cc"} | checkpoints),
         ".py": (r"""\bopen\([^)]*["'][wax]b?\+?["']|(?<!files)\.write_(?:text|bytes)\(|json\.dump\(""", {"tools/python/shardplan/files.py", "tools/python/shardplan/command.py"}),

@@ -88,6 +88,9 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         complain("shardplan conformance", f"cannot import {error.name} ({how_to_install('torch')} installs what is needed)")
         return EXIT_ENVIRONMENT
+    if not _comparison(arguments).exists():
+        complain("shardplan conformance", printable(f"{_comparison(arguments)} is not built: build the target shardplan-conformance"))
+        return EXIT_ENVIRONMENT
     try:
         return _compare_live(arguments)
     except CaseError as error:

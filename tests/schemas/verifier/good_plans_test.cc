@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/support/small_plans.h"
 
 namespace shardplan {

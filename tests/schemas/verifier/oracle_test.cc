@@ -11,7 +11,7 @@
 #include <random>
 #include <string>
 
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/schemas/verifier/mutations.h"
 #include "tests/schemas/verifier/random_plans.h"
 #include "tests/support/small_plans.h"

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 #include "tests/schemas/verifier/mutations.h"
 #include "tests/support/small_plans.h"
 

@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/verifier.h"
 
 namespace shardplan {
 namespace {
 
 const std::string kRoot = SHARDPLAN_SOURCE_DIR;
-const std::string kFolder = "schemas/src/verifier/";
+const std::string kFolder = "schemas/verifier/";
 
 std::string Text(const std::string& path) {
   const Result<std::string> text = ReadFile(kRoot + "/" + path);

@@ -154,6 +154,17 @@ void AddConformanceCommand(CLI::App& app, Invocation& invocation) {
       app, "conformance", "Compare plans with what PyTorch does: recordings, or the installed one (--live)");
   command->callback([&invocation] {
     const std::vector<std::string>& given = invocation.words;
+    if (SourceFolder().empty()) {
+      invocation.exit_code =
+          Fail({ErrorCode::kUsage,
+                "conformance is a command of the source repository, which has the recordings "
+                "and the program that compares them",
+                {},
+                {},
+                {},
+                {}});
+      return;
+    }
     // A folder without a model or optimizer states holds recordings of events, which need no Python. A
     // missing one is reported there too.
     std::error_code ignored;
@@ -162,6 +173,15 @@ void AddConformanceCommand(CLI::App& app, Invocation& invocation) {
                         !HoldsOptimizerStates(given.front());
     if (events) {
       const fs::path program = fs::path(ExecutableFolder()) / "shardplan-conformance";
+      if (!IsThere(program)) {
+        invocation.exit_code = Fail({ErrorCode::kEnvironment,
+                                     "not built: build the target shardplan-conformance",
+                                     program.string(),
+                                     {},
+                                     {},
+                                     {}});
+        return;
+      }
       invocation.exit_code = Fail(Execute(program.string(), given));
       return;
     }

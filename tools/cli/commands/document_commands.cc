@@ -4,6 +4,7 @@
 
 #include "commands/commands.h"
 #include "flags/file_flag.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/printable.h"

@@ -8,7 +8,7 @@
 #include "cluster_names.h"
 #include "commands/commands.h"
 #include "flags/file_flag.h"
-#include "shardplan/planner/reshard.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/simulate_reshard.h"
 #include "state_layouts.h"

@@ -6,10 +6,11 @@
 #include <type_traits>
 
 #include "commands/commands.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/known_faults.h"
 #include "shardplan/schemas/printable.h"
-#include "shardplan/schemas/verifier.h"
+#include "shardplan/verifier/known_faults.h"
+#include "shardplan/verifier/verifier.h"
 #include "support.h"
 
 namespace shardplan::cli {

@@ -19,10 +19,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "shardplan/checkpoints/state_checkpoint.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/reshard.h"
 #include "shardplan/schemas/error.h"
-#include "shardplan/schemas/state_checkpoint.h"
 
 namespace shardplan::executor {
 

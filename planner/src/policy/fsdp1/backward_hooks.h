@@ -2,7 +2,7 @@
 // The hooks of a backward, and what follows it (_runtime_utils.py).
 #pragma once
 
-#include "passes/record_order.h"
+#include "order/record_order.h"
 #include "policy/fsdp1/fsdp_state.h"
 
 namespace shardplan::fsdp1 {

@@ -9,7 +9,7 @@
 #include <set>
 #include <tuple>
 
-#include "passes/backward_times.h"
+#include "order/backward_times.h"
 
 namespace shardplan {
 namespace {

@@ -2,7 +2,7 @@
 // FullyShardedDataParallel.summon_full_params (_unshard_param_utils.py).
 #pragma once
 
-#include "passes/record_order.h"
+#include "order/record_order.h"
 #include "policy/fsdp1/fsdp_state.h"
 #include "shardplan/schemas/error.h"
 

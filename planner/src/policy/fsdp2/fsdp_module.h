@@ -3,7 +3,7 @@
 // _fully_shard.py), and the hooks of its state dict.
 #pragma once
 
-#include "passes/record_order.h"
+#include "order/record_order.h"
 #include "policy/fsdp2/module_states.h"
 #include "shardplan/planner/program_builder.h"
 #include "shardplan/schemas/error.h"

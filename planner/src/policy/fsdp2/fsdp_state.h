@@ -13,7 +13,7 @@
 #include <optional>
 #include <vector>
 
-#include "passes/record_order.h"
+#include "order/record_order.h"
 #include "policy/fault_list.h"
 #include "policy/fsdp2/fsdp_comm_context.h"
 #include "policy/fsdp2/fsdp_param_group.h"

@@ -17,7 +17,6 @@
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/report.h"
 #include "shardplan/schemas/reshard.h"
-#include "shardplan/schemas/state_layout.h"
 #include "shardplan/schemas/strategy.h"
 #include "shardplan/schemas/trace.h"
 

@@ -1,19 +1,67 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plan that moves a state from one layout to another (docs/reference/reshard-format.md): who sends which
-// bytes to whom.
+// The layout of a training state: which rank holds which elements of every tensor
+// (docs/reference/state_layout-format.md). Parameters, optimizer state, anything that a checkpoint has. And
+// the plan that moves a state from one layout to another (docs/reference/reshard-format.md): who sends which
+// bytes to whom. What follows from them is in shardplan/checkpoints.
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <span>
 #include <string>
 #include <vector>
 
-#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/dtype.h"
 #include "shardplan/schemas/quantity.h"
-#include "shardplan/schemas/state_layout.h"
+#include "shardplan/schemas/strategy.h"
 
 namespace shardplan {
+
+inline constexpr std::int64_t kMostTensorDims = 8;
+inline constexpr std::int64_t kMostLayoutRanks = std::int64_t{1} << 20;
+
+// A tensor's dimension is cut, as torch.chunk cuts, into a piece for each coordinate along the dimensions of
+// the mesh (flattened, the first the most significant).
+struct TensorSplit {
+  std::vector<std::string> mesh_dims;
+  std::int32_t tensor_dim = 0;
+  bool operator==(const TensorSplit&) const = default;
+};
+
+// The ranks that have this coordinate along a dimension of the mesh.
+struct MeshPosition {
+  std::string mesh_dim;
+  std::int64_t index = 0;
+  bool operator==(const MeshPosition&) const = default;
+};
+
+// Tensors one behind the other (FSDP1's flat parameter, and its optimizer state): `numel` elements, padding
+// included, cut into equal pieces along `mesh_dims` (flattened, the first the most significant).
+struct FlatBuffer {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  std::int64_t numel = 0;
+  std::vector<std::string> mesh_dims;
+  bool operator==(const FlatBuffer&) const = default;
+};
+
+struct StateTensor {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  std::vector<std::int64_t> shape;  // of the whole tensor
+  std::vector<TensorSplit> splits;  // in the order in which they cut: each cuts what those before it left
+  std::vector<MeshPosition> only;   // held by ranks that have all these coordinates; empty: by all
+  std::int32_t flat = -1;           // index into StateLayout::flats: what the splits left lies there ...
+  std::int64_t flat_offset = 0;     // ... behind so many elements; -1 and 0: storage of its own
+  bool operator==(const StateTensor&) const = default;
+};
+
+// Along dimensions of the mesh that neither a split nor a flat buffer names, all ranks hold the same.
+struct StateLayout {
+  std::string name;                   // for people
+  std::vector<StrategyMeshDim> mesh;  // outermost first, the last dimension's ranks are adjacent
+  std::vector<FlatBuffer> flats;
+  std::vector<StateTensor> tensors;
+  bool operator==(const StateLayout&) const = default;
+};
 
 inline constexpr std::int64_t kLeastReshardBudget = 4096;
 inline constexpr std::int64_t kUsualReshardBudget = std::int64_t{256} << 20;
@@ -53,35 +101,5 @@ struct ReshardPlan {
   std::vector<ReshardGroup> groups;
   bool operator==(const ReshardPlan&) const = default;
 };
-
-// CheckStateLayout of both layouts.
-Status CheckReshardLayouts(const ReshardPlan& plan);
-
-// Bytes that a copy moves.
-Bytes MovedBytes(const ReshardCopy& copy);
-
-// A piece of a copy: of the tensor `tensor` of the group.
-struct ReshardPiece {
-  std::int32_t group = 0;
-  std::int32_t tensor = 0;
-  ReshardCopy copy;
-};
-// The order of execution, the same on all ranks: the copies as the plan has them, cut where they are larger
-// than half the budget, in rounds in which no rank sends and receives more than the budget. What stays on a
-// rank needs no staging.
-using ReshardRound = std::span<const ReshardPiece>;
-void ForEachReshardRound(const ReshardPlan& plan, const std::function<void(ReshardRound)>& visit);
-
-// A fault of a plan: a JSON pointer and a sentence. A plan without faults writes every byte of the target
-// exactly once, with the bytes of the same elements, from a rank that holds them.
-struct ReshardViolation {
-  std::string pointer;
-  std::string message;
-  bool operator==(const ReshardViolation&) const = default;
-};
-std::vector<ReshardViolation> VerifyReshard(const ReshardPlan& plan);
-
-// The plan as lines for a person.
-std::string ReshardText(const ReshardPlan& plan);
 
 }  // namespace shardplan

@@ -95,8 +95,8 @@ def _programs() -> Finding:
         folder = Path(built_command("doctor")).resolve().parent
     except NoCommand as error:
         return Finding("broken", str(error), CHECKS[0].advice)
-    there = [name for name in ("shardplan", "shardplan-run", "shardplan-conformance") if (folder / name).exists()]
-    wanted = {"shardplan-conformance"} if building.comes_with_sources() else {"shardplan-run", "shardplan-conformance"}
+    there = [name for name in ("shardplan", "shardplan-run") if (folder / name).exists()]
+    wanted = set() if building.comes_with_sources() else {"shardplan-run"}
     missing = sorted(wanted - set(there))
     if missing:
         return Finding("missing", f"{', '.join(there)} in {folder}; not built: {', '.join(missing)}", f"without LibTorch plans are made, verified and simulated, and not replayed: {checks.TRAINS}")

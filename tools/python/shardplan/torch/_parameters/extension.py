@@ -23,7 +23,7 @@ def _plain(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class ExtendedParameter:
-    """One such parameter on this rank; see [Note: extensions] in executor/pytorch_adapter/parameters/extensions.h."""
+    """One such parameter on this rank; see [Note: extensions] in executor/training/binding/parameters/extensions.h."""
 
     def __init__(self, expected, sharded: ShardedParameter, module: nn.Module, mesh: DeviceMesh, precision) -> None:
         self.expected, self.sharded, self.module, self.mesh = expected, sharded, module, mesh
