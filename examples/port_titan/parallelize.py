@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's order: activation checkpointing, compilation, sharding. `shard` is fully_shard or shardplan.torch.unit."""
+"""torchtitan's order: activation checkpointing, compilation, sharding. `shard` is fully_shard or
+shardplan.torch.unit."""
 
 import torch
 import torch.nn as nn

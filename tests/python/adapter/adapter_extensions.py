@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_extensions.py: parameters that are tensor subclasses with an all-gather extension, and
-units whose parameters differ in dtype, by a plan next to real FSDP2."""
+"""What runs on the ranks in test_adapter_extensions.py: parameters that are tensor subclasses with an all-gather
+extension, and units whose parameters differ in dtype, by a plan next to real FSDP2."""
 
 from __future__ import annotations
 

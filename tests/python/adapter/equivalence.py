@@ -26,7 +26,8 @@ from equivalence_models import build, inputs_of, loss_of, register_forward_metho
 from torch.utils._pytree import tree_map_only
 
 FEW_STEPS = 3  # the first, and two by the steady plan
-STEPS = int(os.environ.get("SHARDPLAN_STEPS", FEW_STEPS))  # more, but for the smallest model: tools/nightly --only adapter_files
+# More, but for the smallest model: tools/nightly --only adapter_files.
+STEPS = int(os.environ.get("SHARDPLAN_STEPS", FEW_STEPS))
 DEFAULT_PROGRAM = [[{"call": "forward"}, {"call": "backward"}, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
 
 
@@ -171,7 +172,8 @@ def fsdp_mesh(case: Case, rule: dict, mesh):
 
 
 def with_fsdp2(case: Case, model: nn.Module, mesh, port=None) -> nn.Module:
-    """fully_shard for every unit of the strategy, and its knobs. port: shardplan.torch, whose functions take the places of PyTorch's."""
+    """fully_shard for every unit of the strategy, and its knobs. port: shardplan.torch, whose functions take the places
+    of PyTorch's."""
     from shardplan_conformance.installed_fsdp import mesh_info, placed_on
     from shardplan_conformance.units import matches_any
     from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -214,7 +216,10 @@ def with_fsdp2(case: Case, model: nn.Module, mesh, port=None) -> nn.Module:
 class Fsdp2Calls:
     """The `module` calls of a program, made on FSDP2's modules."""
 
-    NOT_RECURSIVE = ("set_manual_backward_finalization", "set_is_last_backward", "set_unshard_in_backward", "set_force_sum_reduction_for_comms")
+    NOT_RECURSIVE = (
+        "set_manual_backward_finalization", "set_is_last_backward", "set_unshard_in_backward",
+        "set_force_sum_reduction_for_comms",
+    )
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -445,8 +450,8 @@ def compare_all(cases: list[Case], plans: dict[str, str], compare=compare) -> di
 def compare_on_ranks(cases: list[Case], folder: pathlib.Path, plans: dict[str, str], compare=compare) -> list[dict]:
     """By rank what compare_all returns, of all cases. They have one number of ranks.
 
-    One set of processes runs them: starting it takes longer than a case. A new one is started for the cases behind one that
-    raised, and for each half of those of which a rank died without a word.
+    One set of processes runs them: starting it takes longer than a case. A new one is started for the cases behind one
+    that raised, and for each half of those of which a rank died without a word.
     """
     ranks = cases[0].ranks
     attempt = folder / f"{cases[0].name}-{len(cases)}"

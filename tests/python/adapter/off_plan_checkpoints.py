@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of off_plan.py: torch.distributed.checkpoint of model and optimizer, and checkpoints of one kind loaded by the other."""
+"""Cases of off_plan.py: torch.distributed.checkpoint of model and optimizer, and checkpoints of one kind loaded by the
+other."""
 
 from __future__ import annotations
 

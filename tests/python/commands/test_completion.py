@@ -10,7 +10,10 @@ from writers import commands, program
 def completed(*words: str, cwd=None) -> list[str]:
     """Of the last word, by bash."""
     line = " ".join(f"'{word}'" for word in (program(), *words))
-    script = f'eval "$({program()} --completion bash)"; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shardplan; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    script = (
+        f'eval "$({program()} --completion bash)"; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shardplan; printf '
+        f'"%s\\n" "${{COMPREPLY[@]}}"'
+    )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=cwd)
     return done.stdout.split()
 
@@ -20,7 +23,10 @@ def test_commands_are_completed():
     assert completed("explain-") == ["explain-memory"]
 
 
-@pytest.mark.parametrize(("command", "begin", "flags"), [("plan", "--write", ["--write-strategy"]), ("sweep", "--clus", ["--cluster"]), ("plan", "--cluster=", [])])
+@pytest.mark.parametrize(
+    ("command", "begin", "flags"),
+    [("plan", "--write", ["--write-strategy"]), ("sweep", "--clus", ["--cluster"]), ("plan", "--cluster=", [])],
+)
 def test_flags_are_completed(command, begin, flags):
     assert completed(command, begin) == flags
 

@@ -106,12 +106,16 @@ def places(value, path=()):
         yield from places(child, (*path, key))
 
 
-RECORDINGS = [(FOLDER / "default.json", ("timeline", "timeline_columns")), (FOLDER.parent / "memory_cuda" / "f1_tiny.json", ("rows", "columns"))]
+RECORDINGS = [
+    (FOLDER / "default.json", ("timeline", "timeline_columns")),
+    (FOLDER.parent / "memory_cuda" / "f1_tiny.json", ("rows", "columns")),
+]
 
 
 @pytest.mark.parametrize("recording, table", RECORDINGS, ids=lambda value: getattr(value, "stem", ""))
 def test_damage_is_refused_with_its_place(tmp_path, recording, table):
-    """Members taken away and values of another kind, at places drawn at random: an error with the place, or no change to what is compared."""
+    """Members taken away and values of another kind, at places drawn at random: an error with the place, or no change
+    to what is compared."""
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     draw = random.Random(seed)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch on the device in software: its operators, allocator, generators and errors; and that a missing wait is seen."""
+"""PyTorch on the device in software: its operators, allocator, generators and errors; and that a missing wait is
+seen."""
 
 import functools
 import json

@@ -37,7 +37,9 @@ def load(path: pathlib.Path) -> dict[str, Place]:
             raise ValueError(f"format {document['format']}, not {FORMAT}")
         return {name: Place(**fields) for name, fields in document["series"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadState(f"{path} is no state of nightly series ({error}); without the file all of them begin anew") from error
+        raise BadState(
+            f"{path} is no state of nightly series ({error}); without the file all of them begin anew"
+        ) from error
 
 
 def save(path: pathlib.Path, places: dict[str, Place]) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors in what modules are given and return, as the installed FSDP2 finds them.
 
-Since torch 2.15 it looks into named tuples, dataclasses, dicts, lists and tuples. Before, into what torch.utils._pytree knows.
+Since torch 2.15 it looks into named tuples, dataclasses, dicts, lists and tuples. Before, into what torch.utils._pytree
+knows.
 """
 
 from __future__ import annotations

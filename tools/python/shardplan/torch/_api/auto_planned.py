@@ -29,7 +29,9 @@ class Costs:
 class AutoPlanned:
     """Of one model. What the search does with it: [Note: beside the training]."""
 
-    def __init__(self, applied: Applied, store: PlanStore, facts: dict[str, Any], ranks: list[int], costs: Costs, quiet: bool) -> None:
+    def __init__(
+        self, applied: Applied, store: PlanStore, facts: dict[str, Any], ranks: list[int], costs: Costs, quiet: bool
+    ) -> None:
         self._applied = weakref.ref(applied)
         self.store, self.facts, self.ranks, self.costs, self._quiet = store, facts, ranks, costs, quiet
         self._began = 0.0
@@ -79,7 +81,8 @@ class AutoPlanned:
         traced = f"traced in {costs.trace_s:.1f} s, " if costs.trace_s else ""
         where = f"; {self.path}" if self.path and self.path.exists() else ""
         print(
-            f"shardplan: {plan.model}, {len(plan.units)} units on {plan.world_size} ranks: {traced}plan {made}{beside}; the first step took "
+            f"shardplan: {plan.model}, {len(plan.units)} units on {plan.world_size} ranks: {traced}plan "
+            f"{made}{beside}; the first step took "
             f"{took_s:.1f} s, {how}{where}",
             file=sys.stderr,
             flush=True,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a training loop besides forward and backward: what it does with a unit's parameters and gradients, and what it says about a step."""
+"""Calls of a training loop besides forward and backward: what it does with a unit's parameters and gradients, and what
+it says about a step."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ def _unit_of(module: nn.Module):
 def unshard(module: nn.Module, async_op: bool = False) -> None:
     """Gathers the parameters of the module's unit now, as FSDPModule.unshard does.
 
-    A plan that has this call (strategy, `program`: method "unshard") is followed; otherwise the unit is gathered at once
-    and stays so until reshard() or the next step, which only works between steps. async_op is the plan's to decide: the
-    wait is where the plan has it. All ranks have to call it.
+    A plan that has this call (strategy, `program`: method "unshard") is followed; otherwise the unit is gathered at
+    once and stays so until reshard() or the next step, which only works between steps. async_op is the plan's to
+    decide: the wait is where the plan has it. All ranks have to call it.
     """
     applied, unit = _unit_of(module)
     applied.runtime.unshard(unit)
@@ -51,10 +52,11 @@ class GradientReduction:
 
 
 def finalize_backward(module: nn.Module, *, async_op: bool = False) -> GradientReduction | None:
-    """Ends the backwards since the last one, as FSDPModule.finalize_backward does after set_manual_backward_finalization.
+    """Ends the backwards since the last one, as FSDPModule.finalize_backward does after
+    set_manual_backward_finalization.
 
-    The plan has the call (strategy: `setup` with set_manual_backward_finalization, `program` with finalize_backward of the
-    root; PyTorch 2.15), with the same async_op. PlanError where it does not.
+    The plan has the call (strategy: `setup` with set_manual_backward_finalization, `program` with finalize_backward of
+    the root; PyTorch 2.15), with the same async_op. PlanError where it does not.
     """
     applied, unit = _unit_of(module)
     applied.runtime.pass_call(unit, "finalize_backward")
@@ -75,17 +77,18 @@ def set_custom_reduce_scatter(module: nn.Module, comm) -> None:
 
 
 def set_all_reduce_hook(module: nn.Module, hook) -> None:
-    """hook(tensor) runs after the reduce_scatter (the all_reduce, where there are replicas) of the unit's gradients, on the
-    stream of that collective; `tensor` is its output, in place. None: no hook."""
+    """hook(tensor) runs after the reduce_scatter (the all_reduce, where there are replicas) of the unit's gradients, on
+    the stream of that collective; `tensor` is its output, in place. None: no hook."""
     applied, unit = _unit_of(module)
     applied.set("set_reduction_hook", unit, value=hook)
 
 
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Whether backwards from now on reduce gradients or keep them for a later one, as FSDPModule.set_requires_gradient_sync.
+    """Whether backwards from now on reduce gradients or keep them for a later one, as
+    FSDPModule.set_requires_gradient_sync.
 
-    A plan whose step does the same is followed. One that does not is left (on_deviation): "stop" raises in the backward,
-    "replan" does what was asked for on demand, and plans such steps from then on.
+    A plan whose step does the same is followed. One that does not is left (on_deviation): "stop" raises in the
+    backward, "replan" does what was asked for on demand, and plans such steps from then on.
     """
     applied = applied_above(module)
     if applied.setters is not None:

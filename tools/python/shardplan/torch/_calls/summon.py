@@ -41,7 +41,9 @@ def whole_copy(shard: nn.Parameter, offload_to_cpu: bool = False) -> nn.Paramete
     return nn.Parameter(whole.cpu() if offload_to_cpu else whole, requires_grad=shard.requires_grad)
 
 
-def _check_flags(flat: list[FlatUnit], writeback: bool, with_grads: bool, rank0_only: bool, offload_to_cpu: bool) -> None:
+def _check_flags(
+    flat: list[FlatUnit], writeback: bool, with_grads: bool, rank0_only: bool, offload_to_cpu: bool
+) -> None:
     """What FSDP1 does not take, either."""
     refused = None
     if with_grads and (not flat or not all(unit.original for unit in flat)):

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.distributed.checkpoint of models with flat units.
 
-torch.distributed.checkpoint.state_dict knows flat parameters by the class that FSDP1 puts around a module, and has no hook for
-others: it would save one rank's slice of the optimizer's state for all of it. _install() puts a function around those of its
-functions that see the model; a model without flat units passes through. What is saved has the names and shapes of the original
+torch.distributed.checkpoint.state_dict knows flat parameters by the class that FSDP1 puts around a module, and has no
+hook for
+others: it would save one rank's slice of the optimizer's state for all of it. _install() puts a function around those
+of its functions that see the model; a model without flat units passes through. What is saved has the names and shapes
+of the original
 parameters: FSDP1, FSDP2 and plans of both layouts load it.
 
-An optimizer's own state_dict() has this rank's slices. One can be saved by each rank for itself; torch.distributed.checkpoint,
-which would keep one rank's for all, is refused (RankSlice).
+An optimizer's own state_dict() has this rank's slices. One can be saved by each rank for itself;
+torch.distributed.checkpoint, which would keep one rank's for all, is refused (RankSlice).
 """
 
 from __future__ import annotations
@@ -127,7 +129,9 @@ def _with_options(group: dict, loaded: list[dict], names: list[str]) -> dict:
     return {key: saved.get(key, value) for key, value in group.items() if key != "params"}
 
 
-def _loadable(model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list[Held], state_dict: dict, strict: bool) -> dict:
+def _loadable(
+    model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list[Held], state_dict: dict, strict: bool
+) -> dict:
     """What optimizer.load_state_dict takes on this rank. Collective."""
     by_parameter = names_by_parameter(model, all_held)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -136,7 +140,9 @@ def _loadable(model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list
     for parameter in parameters:
         missing = [name for name in by_parameter[parameter] if parameter.requires_grad and name not in saved]
         if missing and strict and optimizer.state:
-            raise RuntimeError(f"shardplan: the optimizer's state of {missing[0]} is not in what is loaded (strict=False lets it be)")
+            raise RuntimeError(
+                f"shardplan: the optimizer's state of {missing[0]} is not in what is loaded (strict=False lets it be)"
+            )
     position = {parameter: i for i, parameter in enumerate(parameters)}
     state: dict[int, dict] = {}
     sliced = set()
@@ -269,7 +275,10 @@ def _unmark_state(_optimizer: torch.optim.Optimizer, state_dict: dict) -> dict:
     def plain(value):
         return value.as_subclass(torch.Tensor) if isinstance(value, RankSlice) else value
 
-    state = {key: {k: plain(v) for k, v in of.items()} if isinstance(of, dict) else of for key, of in state_dict["state"].items()}
+    state = {
+        key: {k: plain(v) for k, v in of.items()} if isinstance(of, dict) else of
+        for key, of in state_dict["state"].items()
+    }
     return {**state_dict, "state": state}
 
 
@@ -291,7 +300,11 @@ def support_checkpoints(units: list[FlatUnit]) -> None:
     for flat in units:
         for i, parameter in enumerate(flat.visible):
             if flat.ranks > 1:
-                setattr(parameter, _MARK, flat.unit.parameters[i].fqn if flat.original else f"unit {flat.unit.fqn or 'of the root'}")
+                setattr(
+                    parameter,
+                    _MARK,
+                    flat.unit.parameters[i].fqn if flat.original else f"unit {flat.unit.fqn or 'of the root'}",
+                )
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's state of flat units under the names and in the shapes of the original parameters, as FSDP1 saves it.
 
-An optimizer holds of a flat unit what this rank's slice has. Here that is gathered, cut into the original parameters, and the
-reverse. Whatever of a parameter's state has the shape of the parameter is cut so; all else (`step`) is the same for all.
+An optimizer holds of a flat unit what this rank's slice has. Here that is gathered, cut into the original parameters,
+and the reverse. Whatever of a parameter's state has the shape of the parameter is cut so; all else (`step`) is the same
+for all.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def _copied(value: object) -> object:
 
 
 @torch.no_grad()
-def original_state(optimizer: torch.optim.Optimizer, held: Held, shape_it: Callable[[torch.Tensor, FlatUnit], torch.Tensor]) -> State:
+def original_state(
+    optimizer: torch.optim.Optimizer, held: Held, shape_it: Callable[[torch.Tensor, FlatUnit], torch.Tensor]
+) -> State:
     """By original parameter; shape_it(whole tensor, unit) -> what is kept of it. Collective."""
     flat = held.flat
     described = _on_all_ranks(_described(optimizer, held), flat)
@@ -108,7 +111,8 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _sliced_keys(held: Held, state: State) -> set[str]:
-    """What is cut like the parameter. Of a scalar one that cannot be told from a number of its own: the others of the unit say it."""
+    """What is cut like the parameter. Of a scalar one that cannot be told from a number of its own: the others of the
+    unit say it."""
     parameters = list(zip(held.names, held.flat.unit.parameters))
     told = [(name, p) for name, p in parameters if len(p.shape) > 0] or parameters
 
@@ -120,8 +124,8 @@ def _sliced_keys(held: Held, state: State) -> set[str]:
 
 @torch.no_grad()
 def slice_of_state(held: Held, state: State) -> list[tuple[nn.Parameter, dict[str, object]]]:
-    """The reverse: what the optimizer is to hold of each visible parameter. Values are whole or DTensors. Collective where
-    they are DTensors."""
+    """The reverse: what the optimizer is to hold of each visible parameter. Values are whole or DTensors. Collective
+    where they are DTensors."""
     flat = held.flat
     sliced = _sliced_keys(held, state)
     result = [(parameter, {}) for parameter, _, _ in held.slices()]

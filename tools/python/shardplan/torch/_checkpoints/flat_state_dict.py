@@ -31,12 +31,14 @@ def chunk(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     pieces = torch.chunk(whole, ranks)
     piece = pieces[own] if own < len(pieces) else whole[:0]
     placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-    return as_dtensor(piece.clone(), DTensorSpec(mesh, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype)))
+    return as_dtensor(
+        piece.clone(), DTensorSpec(mesh, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    )
 
 
 class _StateDicts:
-    """Hooks that make the units whole while a state dict is taken or loaded. The module on which the call was made opens
-    and closes; its children find the units whole."""
+    """Hooks that make the units whole while a state dict is taken or loaded. The module on which the call was made
+    opens and closes; its children find the units whole."""
 
     def __init__(self, units: list[FlatUnit], mesh: DeviceMesh) -> None:
         self.units, self.mesh, self.kind = units, mesh, "full"
@@ -115,8 +117,9 @@ def state_dict_kind(model: nn.Module) -> StateDictKind:
 @contextlib.contextmanager
 def state_dict_type(model: nn.Module, kind: StateDictKind) -> Iterator[None]:
     """What model.state_dict() gives inside, of a model whose plan has a flat layout: "full" (the default outside, and
-    FSDP1's) whole tensors on every rank, "sharded" DTensors cut along dim 0, which torch.distributed.checkpoint saves and
-    loads without any rank having the whole, and which a per_parameter plan or FSDP2 loads too. load_state_dict takes both.
+    FSDP1's) whole tensors on every rank, "sharded" DTensors cut along dim 0, which torch.distributed.checkpoint saves
+    and loads without any rank having the whole, and which a per_parameter plan or FSDP2 loads too. load_state_dict
+    takes both.
     """
     check_choice("the kind of a state dict", kind, StateDictKind)
     state_dicts = getattr(model, _ATTRIBUTE, None)

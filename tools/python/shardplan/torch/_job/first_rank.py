@@ -45,8 +45,8 @@ def from_first_rank(make: Callable[[], str], ranks: list[int], timeout_s: float)
 class AgreedMoment:
     """From which step on all ranks know of something that comes to be on the first rank while they train.
 
-    The first rank says at the begin of each step whether it is there, and every rank looks at what was said a step earlier: nobody waits for a
-    rank that is not a step behind.
+    The first rank says at the begin of each step whether it is there, and every rank looks at what was said a step
+    earlier: nobody waits for a rank that is not a step behind.
     """
 
     def __init__(self, ranks: list[int], timeout_s: float) -> None:

@@ -40,7 +40,8 @@ class Skeleton:
     """Made before a plan is applied: parameters are whole then."""
 
     def __init__(self, model: nn.Module, param_dtype: str | None) -> None:
-        """param_dtype: what the plan computes in. None: the parameters' own. A model that cannot be copied is no error before it is to be traced."""
+        """param_dtype: what the plan computes in. None: the parameters' own. A model that cannot be copied is no error
+        before it is to be traced."""
         self._param_dtype = param_dtype
         self._model: nn.Module | None = None
         self._why_not = ""

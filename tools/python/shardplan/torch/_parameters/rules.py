@@ -19,7 +19,8 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 
 
 def matches(entry: str, fqn: str, module: nn.Module) -> bool:
-    """A unit rule's entry against a module, or a pattern over FQNs against a parameter: "class:NAME", or an FQN in which '*' and '?' do not cross a '.'."""
+    """A unit rule's entry against a module, or a pattern over FQNs against a parameter: "class:NAME", or an FQN in
+    which '*' and '?' do not cross a '.'."""
     return patterns.matches(entry, fqn, type(unwrapped(module)).__name__)
 
 
@@ -60,6 +61,14 @@ def mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh) -> tuple[Device
     """What data_parallel_mesh gives for the unit."""
     rule = rule_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
     own = rule.parameter_meshes if rule is not None else []
-    names = [name for p in unit.parameters[:1] for name in (p.fqn, *p.shared_with)]  # all parameters of the unit are on one mesh
-    placed = next((m.data_parallel for m in own if any(matches(pattern, name, model) for pattern in m.parameters for name in names)), None)
+    # All parameters of the unit are on one mesh.
+    names = [name for p in unit.parameters[:1] for name in (p.fqn, *p.shared_with)]
+    placed = next(
+        (
+            m.data_parallel
+            for m in own
+            if any(matches(pattern, name, model) for pattern in m.parameters for name in names)
+        ),
+        None,
+    )
     return data_parallel_mesh(plan, placed or rule and rule.data_parallel or plan.data_parallel, mesh)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps and phases of a training script, from torch's public hooks: forwards of modules, backwards of autograd, steps of optimizers.
+"""Steps and phases of a training script, from torch's public hooks: forwards of modules, backwards of autograd, steps
+of optimizers.
 
     setup | forward | backward | (forward | backward ...) | optimizer | forward of the next step ...
           ^ first module       ^ autograd's engine ends    ^ Optimizer.step returns
 
-What follows a backward belongs to the optimizer where that comes next (clipping of gradients), else to the next forward. What follows an optimizer
-belongs to the next step's forward. A second optimizer without a backward in between is of the same step. A step has ended when the next
-module runs.
+What follows a backward belongs to the optimizer where that comes next (clipping of gradients), else to the next
+forward. What follows an optimizer belongs to the next step's forward. A second optimizer without a backward in between
+is of the same step. A step has ended when the next module runs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Known(NamedTuple):
 
 
 class Recorder:
-    """The state of the run. Boundaries are passed by the script's main thread; autograd's threads run inside a backward."""
+    """The state of the run. Boundaries are passed by the script's main thread; autograd's threads run inside a
+    backward."""
 
     def __init__(self, torch: ModuleType) -> None:
         self._torch = torch
@@ -176,12 +178,17 @@ class Recorder:
 
     def _learn(self, optimizer, states: bool) -> None:
         """Addresses of an optimizer's parameters, gradients and states."""
-        parameters = [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group.get("params", ())]
+        parameters = [
+            parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group.get("params", ())
+        ]
         self.learn_parameters(parameters)
         self._note(((parameter, parameter.grad) for parameter in parameters), "grad_sharded")
         if states:
             state = getattr(optimizer, "state", {})
-            self._note(((parameter, tensor) for parameter in list(state) for tensor in _tensors(state[parameter])), "optimizer_state")
+            self._note(
+                ((parameter, tensor) for parameter in list(state) for tensor in _tensors(state[parameter])),
+                "optimizer_state",
+            )
 
     def _note(self, pairs, category: str) -> None:
         """pairs: a parameter, and a tensor that belongs to it."""
