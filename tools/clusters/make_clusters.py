@@ -113,7 +113,7 @@ HOST = {
     # torchrun is 1.
     "memory_bytes_per_second": 61_440_000_000,
 }
-# Of a link's data sheet, what rings of eight ranks reach (H100: 350 of 450 GB/s).
+# Rings of eight ranks reach this part of a link's data sheet (H100: 350 of 450 GB/s).
 NVLINK_REACHED = 0.78
 # NCCL's tuning model: latencies of a ring step and parts of the rate, by protocol. LL moves a flag with every word,
 # LL128 one with every 120 bytes.
@@ -127,7 +127,7 @@ OUTER_PROTOCOLS = [
 ]
 BASE_LATENCY_NS = 8_400
 RING_STEP_NS = {"inner": 3_400, "outer": 14_000}
-# Of the wire, what collectives reach: 45 of 50 GB/s through a 400 Gbit/s adapter.
+# Collectives reach this part of the wire: 45 of 50 GB/s through a 400 Gbit/s adapter.
 WIRE_REACHED = 0.9
 GIGABIT = 125_000_000
 
@@ -158,7 +158,7 @@ HALF_RATE_SEQUENCE = 600
 SPREAD_PPM = 25_000
 UNSURE_2023 = {"matmul": 100_000, "attention": 300_000, "memory": 200_000}
 RUNS_RANKS = 512
-# What is fitted to, and from which document: GPU of the table, name.
+# GPUs of the table of runs, and the document that each fit starts from.
 OF_2023 = [("h100_80gb", "h100_sxm_1024"), ("a100_80gb", "a100_80_64")]
 # The same processor with other memory (data sheet: 40 GB of HBM2 at 1,555 GB/s): the fitted document with these.
 A100_40 = {"name": "A100 SXM 40GB", "memory_bytes": 42_298_834_944, "memory_bytes_per_second": 1_555_000_000_000}
@@ -196,7 +196,7 @@ def efficiency_curve(device, dtype, peak, memory_bytes_per_second):
 
 
 def matmul_rates(key):
-    """Peaks and efficiency curves. Where nothing was measured the H100's curve, at FLOPs that take as long."""
+    """Peaks and efficiency curves. A device without measurements has the H100's curve, at FLOPs that take as long."""
     own = DEVICES[key]
     measured_as = own.get("as", own["table_name"])
     rates = []
@@ -276,8 +276,7 @@ def renamed(path, out, column_device, name):
 
 
 def sources(key, ranks, in_node):
-    """Where each figure is from, and how far it may be off: the fits' own errors where there are some, else what
-    machines differ by."""
+    """The source of each figure and how far it may be off: the fit's own error, else the difference among machines."""
     own = DEVICES[key]
     measured = key not in ("a100_80",)
     on_h100 = key == "h100_sxm"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python commands share: how they print, and how they end."""
+"""Shared by the Python commands: how they print, and how they end."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class _StandardOutput(io.TextIOWrapper):
 
 
 class _StandardError(io.TextIOWrapper):
-    """Where it cannot be written nobody can be told."""
+    """A failure to write is passed over: nobody could be told."""
 
     def write(self, text: str) -> int:
         try:

@@ -83,8 +83,8 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 
 
 class LineLog:
-    """A file that whole lines are appended to, each on the disk before `append` returns. What a killed writer left of a
-    line is dropped by the first of them, and by `end`; `close` alone leaves the file as it was found."""
+    """A file that whole lines are appended to, each on the disk before `append` returns. The first `append`, and `end`,
+    drop the rest of a line that a killed writer left; `close` alone leaves the file as it was found."""
 
     def __init__(self, path: str | os.PathLike):
         self._path = os.fspath(path)
@@ -153,7 +153,7 @@ def replacing(path: str | os.PathLike) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for what a command needs while it runs. Those of commands that were killed go with the next one's."""
+    """A folder for the files of a running command. Folders of commands that were killed go with the next one's."""
     _remove_scratch_folders()
     folder, lock = _locked_folder()
     try:
@@ -174,7 +174,7 @@ def _locked_folder() -> tuple[str, int]:
 
 
 def _remove_scratch_folders() -> None:
-    """Of commands that live no more: nobody holds the lock."""
+    """Removes folders of commands that live no more: nobody holds their lock."""
     with os.scandir(tempfile.gettempdir()) as entries:
         left = [entry.path for entry in entries if entry.name.startswith(_SCRATCH_BEGIN)]
     for path in left:

@@ -28,7 +28,7 @@ from shardplan.files import scratch_folder, write_text
 Document = dict[str, Any]
 ROOT = "(root)"  # how a unit of the model itself is written; its FQN is ""
 
-# What the model and the training loop do whatever the schedule: the rest is a policy's.
+# Instructions of the model and the training loop, whatever the schedule: all others are a policy's.
 _OF_THE_MODEL = {"compute", "optimizer_step", "zero_grad"}
 _OF_THE_OPTIMIZER = {"optimizer_state", "optimizer_temp"}
 
@@ -123,7 +123,7 @@ class Builder:
     def __init__(self, document: Document, *, name: str) -> None:
         self._document = document
         self._document["policy"] = self._document["strategy"]["policy"] = name
-        # Of the document that a policy made.
+        # These fields are about the document that a policy made.
         self._document.pop("known_faults", None)
         self._document.get("digests", {}).pop("program", None)
         self._document.get("digests", {}).pop("strategy", None)
@@ -269,7 +269,7 @@ class Builder:
 
 
 class Place:
-    """Where instructions go: into some triggers, before what the model or the optimizer does there, one behind the
+    """A place for instructions: some triggers, before the work of the model or the optimizer there. They follow each
     other.
 
     Each method issues one instruction and gives the place back. Operands are names. The unit and the communicator of an
@@ -428,7 +428,7 @@ class Place:
         return self
 
     def instructions(self) -> list[Document]:
-        """Those of the first of the triggers, as in the document."""
+        """Instructions of the first of the triggers, as in the document."""
         return copy.deepcopy(self._triggers[0]["instructions"])
 
     def _before_the_model(self, instructions: list[Document]) -> int:

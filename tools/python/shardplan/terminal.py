@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person at a terminal sees and nobody else: colours, and a bar that is drawn over again, as the C++ commands
-have them (tools/cli/terminal.h)."""
+"""Output for a person at a terminal alone: colours, and a bar that is drawn over again, as the C++ commands have them
+(tools/cli/terminal.h)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was compiled, on disk: a folder for each set of what they depend on, made whole or not at all, once for the
-ranks of a node."""
+"""Compiled modules on disk: a folder for each set of facts that they depend on. It is made whole or not at all, once
+for the ranks of a node."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def kept_of_any_compiler(facts: tuple[str, ...]) -> Path | None:
 
 
 def get(facts: tuple[str, ...], compiler: str, make: Callable[[Path], None]) -> Path:
-    """What is kept for these. make(folder): leaves it in the folder; the NotBuilt that it raises is raised in the
-    processes that waited for it, too."""
+    """The folder that is kept for these facts. make(folder): fills the folder; its NotBuilt is raised in the processes
+    that waited for it, too."""
     folder = _folder(facts, compiler)
     if (found := _kept(folder)) is None:
         started = time.time()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter is compiled with: torch, Python, a compiler, CMake and Ninja. Each function raises NotBuilt where
+"""The tools that compile the adapter: torch, Python, a compiler, CMake and Ninja. Each function raises NotBuilt where
 something is missing, and says what to install."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def facts(imports_torch: bool = True) -> Facts:
 
 
 def digest(folder: Path) -> str:
-    """Of the names and the bytes of the files in it."""
+    """A digest of the names and the bytes of the files in the folder."""
     whole = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         data = path.read_bytes()

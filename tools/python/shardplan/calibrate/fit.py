@@ -278,8 +278,8 @@ def attention_rates(rows: list[dict], which: str, matmuls: int) -> list[dict]:
 
 
 def clock_ppm(measured: dict) -> int | None:
-    """What a power limit leaves of the clock: one product after some time (the median of the second half), of the
-    fastest for a moment."""
+    """The part of the clock that a power limit leaves: the rate of one product after some time (median of the second
+    half) over the fastest for a moment."""
     rows = measured.get("sustained", [])
     if not rows:
         return None

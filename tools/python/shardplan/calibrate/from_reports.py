@@ -68,7 +68,7 @@ def _quantities(report: dict, by_class: bool) -> dict[str, float]:
     for entry in report["collectives"]:
         times[f"collectives of {entry['communicator']}"] += entry["busy_ns"] * (1 - waiting)
     for entry in report.get("activities", []):
-        # Where nothing else runs: all that tells memory from arithmetic in a report without classes.
+        # Copies while nothing else runs: the only figure that tells memory from arithmetic in a report without classes.
         if entry["activity"] == "copies" and not by_class:
             times[_COPIES] = entry["time_ns"]
     times[_STEP] = report["step_ns"]

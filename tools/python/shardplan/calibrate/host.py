@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host's thread takes to issue one thing."""
+"""Time for which the host's thread issues one thing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of `shardplan doctor`. As a program, `python -m shardplan.doctor.checks NAME` runs one and prints what it
-found."""
+"""The checks of `shardplan doctor`. `python -m shardplan.doctor.checks NAME` runs one in a process of its own and
+prints its finding."""
 
 from __future__ import annotations
 

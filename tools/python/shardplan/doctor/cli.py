@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _build(torch: bool) -> Finding | None:
-    """What went wrong."""
+    """The finding of a build that failed."""
     if not torch:
         print(f"shardplan doctor: there is no torch to compile for: {how_to_install('torch')}", file=sys.stderr)
     elif building.comes_with_sources() and importlib.util.find_spec("_shardplan") is None:

@@ -83,8 +83,8 @@ class _Refused(Exception):
 
 
 def _answer(program: str, path: str, *arguments: str, text: str | None = None) -> str:
-    """What it prints of the file, or of the text in its place. 1 is no refusal: a plan that does not fit a device is
-    simulated all the same."""
+    """The command's output for the file, or for the text in its place. 1 is no refusal: a plan that does not fit a
+    device is simulated all the same."""
     words = [program, *(_INPUT if text is not None and word == path else word for word in arguments)]
     done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1) or not done.stdout:

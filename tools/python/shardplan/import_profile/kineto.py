@@ -2,9 +2,8 @@
 """Kineto traces as torch.profiler writes them: what ran on the device, and which operator and ranges of the host it
 comes from.
 
-Times are integers in nanoseconds of the trace's own clock. On a device, work is a kernel, a copy or a memset, with the
-launch that the trace correlates it with; on a CPU it is an operator that no other one encloses, and a collective of
-Gloo's threads.
+Times are integers in nanoseconds of the trace's own clock. Work on a device is a kernel, a copy or a memset, with the
+launch that the trace correlates it with. Work on a CPU is an outermost operator, or a collective of Gloo's threads.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Collective:
 
 @dataclasses.dataclass
 class Work:
-    """What ran. operators, ranges: of the host where it was launched, the innermost last."""
+    """One piece of work that ran. operators, ranges: the host's, where it was launched, the innermost last."""
 
     begin_ns: int
     end_ns: int
@@ -105,7 +104,8 @@ class Profile:
     ranges: list[Range]  # by begin
     blocked: list[tuple[int, int]]  # the host waits for the device
     memory: list[tuple[int, int, int]]  # (time, allocated, reserved), where the profiler recorded it
-    # Of a recording by the plan's own runtime (recorded.py), by begin of the step: rows of the report; snapshot.Memory.
+    # From a recording by the plan's own runtime (recorded.py), by begin of the step: rows of the report;
+    # snapshot.Memory.
     steps_on_device: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     instructions: dict[int, list[dict]] = dataclasses.field(default_factory=dict)
     memory_of_step: dict[int, object] = dataclasses.field(default_factory=dict)

@@ -40,7 +40,7 @@ def check(profiles: list[Profile]) -> None:
 
 
 def waiting(own: Profile, others: list[Profile], window: tuple[int, int]) -> tuple[int, list[str]]:
-    """Of the collectives that `own` launches in the window: the time until the last rank is there; and notes."""
+    """Time until the last rank is there, summed over the collectives that `own` launches in the window; and notes."""
     latest: dict[int, int] = {}
     notes = []
     mine = _in_order(own)

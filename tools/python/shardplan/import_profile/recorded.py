@@ -29,7 +29,7 @@ def is_recording(data: bytes) -> bool:
 
 
 def document_of(path: str, data: bytes, plan_digest: str) -> dict:
-    """Of that plan. Raises BadProfile."""
+    """Reads a recording of that plan. Raises BadProfile."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def _work(instruction: list, row: list, times: tuple[int, int], plan: dict, grou
 def _instruction_rows(
     step: dict, planned: list[list], times: list[tuple[int, int]], document: dict, plan: dict
 ) -> list[dict]:
-    """Of the report: times from the begin of the step."""
+    """Rows of the report, with times from the begin of the step."""
     begin = step["begin_ns"]
     rows = []
     for row, instruction, (from_ns, to_ns) in zip(step["instructions"], planned, times):
@@ -128,7 +128,7 @@ def _memory(document: dict, plan: dict, step: dict) -> Memory:
 
 
 def cost_ns(document: dict) -> int | None:
-    """What recording adds to a step. None: there is nothing to compare with."""
+    """Time that recording adds to a step. None: there is nothing to compare with."""
     recorded = [step["device_end_ns"] - step["device_begin_ns"] for step in document["steps"]]
     if not recorded or not document["unrecorded_steps_ns"]:
         return None
@@ -208,7 +208,7 @@ def _profile(path: str, document: dict, plan: dict) -> Profile:
 
 
 def collectives_of(profile: Profile) -> list[tuple]:
-    """What other ranks have to know of it."""
+    """The profile's collectives, as other ranks have to know them."""
     return [
         (
             one.begin_ns, one.end_ns, one.launched_ns, one.collective.kind, one.collective.group,

@@ -93,7 +93,8 @@ def median_step(steps: list[Step]) -> Step:
 
 
 def communicator_of(kind: str, group: tuple[int, ...], simulated: dict, plan: dict) -> str:
-    """The plan's name for it. Where the profile does not say the group, the plan's only one for that kind."""
+    """The plan's name for it. A profile that does not say the group means the plan's only communicator for that
+    kind."""
     names = [entry["communicator"] for entry in simulated["collectives"] if entry["kind"] == kind]
     sizes = {one.get("name", ""): one.get("size", 1) for one in plan.get("communicators", [])}
     fitting = [name for name in names if not group or sizes.get(name) == len(group)]
@@ -159,7 +160,8 @@ def _activity(placed: Placed) -> str:
 
 
 def _activities(step: Step) -> list[dict]:
-    """What the device did at each moment: of several things the first of the list. The times add up to the step."""
+    """The device's activity at each moment: the first in the list, if it does several things. The times add up to the
+    step."""
     by_activity = collections.defaultdict(list)
     for placed in step.running:
         by_activity[_activity(placed)].append(

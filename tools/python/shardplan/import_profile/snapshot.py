@@ -17,7 +17,7 @@ from .kineto import BadProfile, Profile
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Of one device, as torch.cuda's statistics count it."""
+    """One device's memory, in the words of torch.cuda's statistics."""
 
     peak_bytes: int
     steady_bytes: int  # allocated at the end
@@ -65,7 +65,7 @@ _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_
 
 
 def read(path: str, device: int) -> Memory:
-    """Of the process's device with that index. The history is walked back from what is alive at its end. Raises
+    """Memory of the process's device with that index. The history is walked back from what is alive at its end. Raises
     BadProfile."""
     found = _load(path)
     try:
@@ -92,12 +92,12 @@ def read(path: str, device: int) -> Memory:
 
 
 def _rounded(size: int) -> int:
-    """As the caching allocator rounds requests."""
+    """The size to which the caching allocator rounds a request."""
     return max(512, -(-size // 512) * 512)
 
 
 def of_profile(profile: Profile) -> Memory | None:
-    """What the profiler recorded itself, with profile_memory=True."""
+    """Memory that the profiler itself recorded, with profile_memory=True."""
     if not profile.memory:
         return None
     return Memory(

@@ -23,7 +23,7 @@ _CAPABILITIES = {
     "V100": "7.0", "A100": "8.0", "A800": "8.0", "A10": "8.6", "A40": "8.6", "A6000": "8.6", "L40": "8.9", "L4": "8.9",
     "H20 ": "9.0", "H100": "9.0", "H800": "9.0", "H200": "9.0", "B200": "10.0", "B300": "10.3",
 }  # fmt: skip
-# Of an H100.
+# An H100's.
 _OTHER_CAPABILITY, _OTHER_MULTIPROCESSORS = "9.0", 132
 
 
@@ -47,14 +47,14 @@ class Device:
 
     @property
     def cuda_name(self) -> str:
-        """As torch.cuda.get_device_name says it."""
+        """The name that torch.cuda.get_device_name gives."""
         return self.name if self.name.startswith("NVIDIA") else f"NVIDIA {self.name}"
 
 
 def device_folder() -> Path:
-    """Where libshardplan_device.so is: $SHARDPLAN_DEVICE_LIBRARY_FOLDER, else the build of the command, else that of
-    shardplan-torch beside this package; else it is compiled for the torch of this interpreter, once. Raises
-    NoDevice."""
+    """The folder of libshardplan_device.so: $SHARDPLAN_DEVICE_LIBRARY_FOLDER, else the build of the command, else that
+    of shardplan-torch beside this package. Without any the library is compiled for the torch of this interpreter, once.
+    Raises NoDevice."""
     if named := os.environ.get("SHARDPLAN_DEVICE_LIBRARY_FOLDER"):
         candidates = [Path(named)]
     else:
@@ -118,7 +118,8 @@ def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Devic
 
 
 def _answer(question: dict) -> dict:
-    """Of `shardplan evaluate`, which knows the shipped clusters, and reads a document as every command does."""
+    """The answer of `shardplan evaluate`, which knows the shipped clusters and reads a document as every command
+    does."""
     asked = subprocess.run(
         [built_command("rehearse"), "evaluate"],
         input=json.dumps(question) + "\n",

@@ -44,7 +44,7 @@ def rows_of(result: dict) -> list[dict]:
 
 
 def outside_of(result: dict, device: Device) -> list[tuple[str, int]]:
-    """What the device has beside the allocator."""
+    """Device memory beside the allocator's."""
     count = result["communicators"]
     of_nccl = (
         [(f"NCCL, {count} communicator{'s' if count > 1 else ''} (an estimate)", count * device.nccl_bytes)]

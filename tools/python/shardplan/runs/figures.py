@@ -66,7 +66,8 @@ def _host(document: dict, factor: float) -> None:
 
 
 def _optimizer(document: dict, factor: float) -> None:
-    """Where the document has none of its own, an operator of the optimizer takes what every other one takes."""
+    """Scales the issue of the optimizer's operators. A document without that figure starts from that of all
+    operators."""
     host = document.get("host", {})
     if factor != 1 and "operator_issue_ns" in host:
         host["optimizer_issue_ns"] = host.get("optimizer_issue_ns") or host["operator_issue_ns"]
@@ -97,7 +98,7 @@ def _inner_link(document: dict, factor: float) -> None:
 
 
 def _latency(document: dict, factor: float) -> None:
-    """What a collective takes however small it is: of a table the duration of the smallest."""
+    """Scales the latency, which a collective takes at any size. In a table it is the duration of the smallest size."""
     inner = document.get("links", [])[:1]
     for link in inner:
         for field in ("latency_ns", "base_latency_ns"):

@@ -111,7 +111,7 @@ def _factors(names: list[str], logs: list[float]) -> dict[str, float]:
 def _slopes(
     document: dict, names: list[str], logs: list[float], rows: list[int], predict: Predict
 ) -> tuple[list[float], list[list[float]]]:
-    """What is predicted, and how it changes with each figure's logarithm: a list for each row."""
+    """The predictions, and for each row a list of their derivatives by each figure's logarithm."""
     now = predict(scaled(document, _factors(names, logs)), rows)
     columns = []
     for i in range(len(names)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the simulator says of a run: its model traced, planned and simulated on a cluster.
+"""Simulation of a run: its model is traced, planned and simulated on a cluster.
 
 [Note: few layers] A model whose builder reads `n_layers` is a stack of equal blocks. A step is then linear in the
 number of blocks once the pipeline of gathers and reductions is full, so two short stacks say what a long one takes.
@@ -24,8 +24,8 @@ from shardplan.runs.table import Asked, BadTable, Run
 # Blocks of the two stacks that stand for a longer one.
 SHORT, LONG = 4, 8
 _LAYERS = "n_layers"
-# What `shardplan plan` is told where the builder has no attribute `plan_flags`: FSDP1 in mixed precision, as Composer
-# sets it up.
+# Flags of `shardplan plan` for a builder without an attribute `plan_flags`: FSDP1 in mixed precision, as Composer sets
+# it up.
 PLAN_FLAGS = (
     "--policy", "fsdp1", "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "--backward-prefetch", "post",
     "--limit-all-gathers", "true", "--optimizer", "adamw",
@@ -46,7 +46,7 @@ class Stack:
 
 @dataclass
 class Model:
-    """What is simulated for a run: one trace of the whole model, or two of short stacks."""
+    """The traces that are simulated for a run: one of the whole model, or two of short stacks."""
 
     stacks: list[Stack]
     layers: int | None
@@ -205,7 +205,7 @@ class Simulator:
 
 
 def _flags(run: Run, stack: Stack, others: list[str]) -> list[str]:
-    """What the row says of the plan, and the others."""
+    """Flags that the row gives for the plan, and the others."""
     cells = run.cells
     flags = ["--ranks", str(cells["gpus"]), "--accumulate", str(cells["micro_batches"])]
     if "fsdp1" in others:

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a rank and step."""
+        """Tokens of one rank in one step."""
         return self.cells["sequence"] * self.cells["micro_batch"] * self.cells["micro_batches"]
 
     def wrong(self, what: str, found: object, expected: str) -> BadTable:

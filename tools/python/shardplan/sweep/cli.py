@@ -38,7 +38,7 @@ exit codes: 0 done, 1 nothing fits, 2 usage, 3 bad input, 4 environment"""
 
 
 def _budget(text: str) -> str:
-    """As `--memory-budget` of shardplan optimize."""
+    """A budget in the form of `--memory-budget` of shardplan optimize."""
     if text == "device":
         return text
     return str(bytes_of(text))
@@ -218,7 +218,7 @@ def _sweep(options: argparse.Namespace, plan_flags: list[str]) -> int:
         evaluate = Evaluator(program, folder, options.trace_flag, plan_flags, options.budget)
         answers, reasons = _run_all(options, todo, kept, evaluate)
         places = {answers.get(asked, asked): place for place, asked in enumerate(todo)}
-        # As they were asked for, not as they came to an end.
+        # Rows stand in the order in which they were asked for, not in which they ended.
         kept.close(sorted(kept.done, key=lambda c: places.get(c, len(places))))
         _write_others(options, list(kept.done.values()), list(axes))
         return _say(options, kept, answers, reasons, list(axes))

@@ -89,7 +89,7 @@ class Evaluator:
         }
 
     def _trace(self, configuration: Configuration) -> list[str]:
-        """What `shardplan plan` is told of it."""
+        """Arguments of `shardplan plan` for its trace."""
         source = configuration["source"]
         if _is_name(source):
             if configuration.get("batch") not in ("", "1") or self._trace_flags:

@@ -41,7 +41,7 @@ def front(points: list[tuple[float, float]]) -> list[int]:
 
 
 def gpu_seconds(row: dict[str, str]) -> float:
-    """Of a million tokens: what they cost, whatever an hour of a device does."""
+    """GPU seconds of a million tokens: a cost that needs no price of an hour."""
     rate = float(row["tokens_per_second_per_rank"] or 0)
     return 1e6 / rate if rate > 0 else math.inf
 

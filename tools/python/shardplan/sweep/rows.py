@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep has done: rows of a CSV file, each whole or not there."""
+"""Results of a sweep: rows of a CSV file, each whole or not there."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rows:
                 self.done[Configuration(tuple((axis, values[axis]) for axis in self.axes))] = values
 
     def add(self, rows: list[tuple[Configuration, dict[str, object]]]) -> None:
-        """Those that are done, together: each time is a write to the disk."""
+        """Adds finished rows together: each call is a write to the disk."""
         cells = []
         for configuration, results in rows:
             if configuration in self.done:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from shardplan.sweep.configurations import Configuration
 
-# What is solved for: axis, whether more of it needs more memory, and the step that values are multiples of.
+# Questions: the axis, whether more of it needs more memory, and the step that values are multiples of.
 QUESTIONS = {"max-batch": ("batch", True, 1), "max-seq": ("seq", True, 128), "min-ranks": ("ranks", False, 1)}
 _MOST = 1 << 24
 _FEW_RANKS = 8  # below, what one more doubling gives says nothing of the next
@@ -23,9 +23,9 @@ def solve(
     """The configuration and its results; None with the results of the smallest (for ranks: the most that was tried)
     where none fits, and why ("why").
 
-    What releases the allocator's cache fits where `releases` says so. Memory grows with batch and sequence, so doubling
-    finds a value that does not fit and bisection the border. It falls with ranks, but not where they do not divide what
-    is sharded evenly: the answer is the border of the bisection, with all numbers above it by doubling."""
+    A plan that releases the allocator's cache fits only if `releases` is set. Memory grows with batch and sequence, so
+    doubling finds a value that does not fit and bisection the border. It falls with ranks, but not where they do not
+    divide what is sharded evenly: the answer is the border of the bisection, with all numbers above it by doubling."""
     axis, grows, step = QUESTIONS[question]
     known: dict[int, dict] = {}
 

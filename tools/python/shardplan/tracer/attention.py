@@ -2,8 +2,8 @@
 """scaled_dot_product_attention as a CUDA device would run it.
 
 The choice among the fused kernels asks the driver for the device's properties; without a driver it falls to the unfused
-one. Here the rules are applied to fake tensors (aten/native/transformers/cuda/sdp_utils.cpp and attention.cpp of torch
-2.11 are the reference), and the chosen kernel is called by its own name, so that autograd, memory and FLOPs are that
+one. Here the rules are applied to fake tensors (reference: aten/native/transformers/cuda/sdp_utils.cpp and
+attention.cpp of torch 2.11). The chosen kernel is called by its own name, so that autograd, memory and FLOPs are that
 kernel's. With "cpu" it is the kernel that CPU ranks have.
 
 Registered at the AutogradCUDA key: every way of calling the function comes here, and only for CUDA tensors.

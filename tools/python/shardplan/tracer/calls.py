@@ -22,15 +22,16 @@ from shardplan.tracer.module_hooks import IDENTITY_NODE, ModuleHooks
 from shardplan.tracer.raising import Raised
 from shardplan.tracer.recorder import Recorder
 
-# Of torch.autograd. The last is what the others call: where a name for one of them was taken before, only that is seen,
-# and the gradient of the loss is made in front of the pass.
+# Functions of torch.autograd. The others call the last one. If somebody has taken a name for one of them before, only
+# the last is seen, and the gradient of the loss is made in front of the pass.
 _ENGINE = ("backward", "grad", "_engine_run_backward")
 _FORWARD_AT = {"grad_ready": 4, "inputs_done": 3}  # where an event says which forward it is of
 _OF_UNITS = (*_FORWARD_AT, "param_grad", "recompute_enter")
 
 
 class LossRunsBackwards(Exception):
-    """What the loss calls is no part of the model's forward: the recording begins again, with the loss apart."""
+    """The loss runs backwards of its own, which are no part of the model's forward: the recording begins again, with
+    the loss apart."""
 
 
 class Calls:

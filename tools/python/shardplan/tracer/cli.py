@@ -243,7 +243,7 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         ignore_compile=arguments.ignore_compile,
         name=arguments.name,
     )
-    # What the model prints is no part of a trace on standard output.
+    # The model's own prints are no part of a trace on standard output.
     with contextlib.redirect_stdout(sys.stderr) if arguments.output == "-" else contextlib.nullcontext():
         trace = session.trace_source(arguments.source, options, progress)
     progress("writing")

@@ -74,7 +74,8 @@ def inside(compiled: dict[nn.Module, str]) -> set[nn.Module]:
 
 
 def _context(module: nn.Module) -> Callable | None:
-    """What torch.compile made of its arguments: compiles any function. None: the module is not compiled by itself."""
+    """The context that torch.compile made of its arguments, which compiles any function. None: the module is not
+    compiled by itself."""
     if hasattr(module, "dynamo_ctx"):
         return module.dynamo_ctx
     if module._compiled_call_impl is None:
@@ -143,8 +144,8 @@ def _on_fake_tensors(call: Callable) -> Callable:
 def _without_code_generation() -> Iterator[None]:
     """Inside, torch.compile compiles, and the graphs that inductor would generate code for are run as they are. Nothing
     comes from its caches or goes there. Left out is what asks the device: padding of matrices, which measures kernels,
-    and random states of operators that run again, which are on the host. Constants are folded on the CPU. What the
-    user's code is told of a device (user_code.py) compilers are not."""
+    and random states of operators that run again, which are on the host. Constants are folded on the CPU. Compilers do
+    not see the device that user_code.py shows to the user's code."""
     import torch._functorch.config
     import torch._inductor.config
     from torch._functorch import partitioners

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it takes to run forward and backward on fake CUDA tensors where there is no CUDA device.
+"""Forward and backward on fake CUDA tensors without a CUDA device.
 
 FakeTensorMode does most of it: without a device it installs a no-op device guard. Two things are missing.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model with frozen parameters would need gradients of if all of its parameters did.
+"""The gradients that a model with frozen parameters would need if all of its parameters required them.
 
-FSDP1 makes one tensor of a unit's parameters: where one trains, all of them are computed with as if they did, and the
-backward runs through modules that it does not reach in the plain model. A second recording says how far that can go.
+FSDP1 makes one tensor of a unit's parameters. If one trains, autograd treats all of them as training, and the backward
+runs through modules that it does not reach in the plain model. A second recording says how far that can go.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Operators of a compiled graph that one generated kernel runs.
 
 Inductor generates code for all operators but products, attention and what it calls as it is, and fuses them with what
-they read from or write to. Here a run of such operators is one kernel. What only they pass to each other is never in
-memory; everything else is read and written once. Inductor does not fuse across some reductions, and fuses some
+they read from or write to. Here a run of such operators is one kernel. Values that only they pass to each other are
+never in memory; everything else is read and written once. Inductor does not fuse across some reductions, and fuses some
 operators that are no neighbours: it may have more kernels or fewer.
 """
 
@@ -18,8 +18,8 @@ from torch import fx
 
 from shardplan.tracer.operators import Operator, describe
 
-# What inductor computes again: realize_reads_threshold, and realize_opcount_threshold, which counts reads, constants
-# and casts, too.
+# Limits of inductor's recomputation: realize_reads_threshold, and realize_opcount_threshold, which counts reads,
+# constants and casts, too.
 _MOST_READ = 4
 _MOST_OPERATORS = 16
 KERNEL = "compiled.elementwise"  # as the planner's pass fuse_operators calls it
@@ -37,8 +37,8 @@ def gather(graph: fx.Graph) -> None:
 
         a = mm(x); b = exp(a); c = mm(x); d = mul(b, c)    ->    a = mm(x); c = mm(x); b = exp(a); d = mul(b, c)
 
-    A part of a run, connected by what its operators pass to each other, moves as a whole, so it passes on no more
-    tensors than before; and only where an operator of a later run is the first to use it.
+    A connected part of a run moves as a whole, so it passes on no more tensors than before. It moves only if an
+    operator of a later run is the first to use it.
     """
     _repeat(graph)
     graph.eliminate_dead_code()
@@ -149,7 +149,7 @@ def _move(part: list[fx.Node]) -> None:
 
 
 class View(NamedTuple):
-    """What an operator reads."""
+    """A tensor that an operator reads."""
 
     of: tuple[int, int]  # storage and -1, or -1 and parameter
     place: tuple  # of its elements there

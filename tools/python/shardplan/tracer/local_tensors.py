@@ -37,7 +37,7 @@ def with_local(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def placements(tensor: torch.Tensor) -> list[dict]:
-    """As in the document, the outermost mesh dimension first; empty for a plain tensor."""
+    """The placements of a trace document, the outermost mesh dimension first; empty for a plain tensor."""
     if not hasattr(tensor, "_local_tensor"):
         return []
     mesh = tensor.device_mesh

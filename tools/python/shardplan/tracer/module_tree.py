@@ -24,8 +24,8 @@ def _class_called(module: nn.Module, name: str) -> type | None:
 
 
 def model_parts(root: nn.Module) -> dict[nn.Module, list[str]]:
-    """What a transformers model, or what wraps one, says of its modules (Module::parts in trace.h). Empty: the model
-    says nothing."""
+    """The parts that a transformers model, or its wrapper, names for its modules (Module::parts in trace.h). Empty: the
+    model says nothing."""
     if getattr(root, "_no_split_modules", None) is None and not hasattr(root, "get_input_embeddings"):
         return {}
     parts: dict[nn.Module, list[str]] = {}
@@ -54,7 +54,7 @@ _GRADIENT_FIELDS = "_shardplan_gradient_fields"
 
 
 def gradient_fields(parameter: torch.Tensor) -> dict:
-    """What a parameter's entry in a trace says of its grad_dtype: nothing where it has none of its own."""
+    """Fields of a parameter's entry in a trace about its grad_dtype; none if it has none of its own."""
     kept = parameter.__dict__.get(_GRADIENT_FIELDS)
     if kept is not None:
         return kept

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one dispatched operator costs: its kind, FLOPs, bytes read and written.
+"""Cost of one dispatched operator: its kind, FLOPs, bytes read and written.
 
 FLOPs are those of torch.utils.flop_counter (matrix products, convolutions, attention); every other operator counts 0,
-as there. Bytes are those of the tensors that a kernel has to touch: a view counts its own elements, not its whole
+as there. Bytes are those of the tensors that a kernel has to touch. A view counts its own elements, not its whole
 storage; an expanded dimension counts once; a lookup counts the rows it fetches, not the table.
 """
 
@@ -93,7 +93,7 @@ def dense_bytes(tensor: torch.Tensor) -> int:
 
 @dataclass
 class Operator:
-    """What is known of an operator before its arguments."""
+    """Facts about an operator that do not depend on its arguments."""
 
     name: str  # "aten.mm"
     base: str  # "mm"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a user's code something went wrong: the module and the line."""
+"""The place of an error in a user's code: the module and the line."""
 
 from __future__ import annotations
 

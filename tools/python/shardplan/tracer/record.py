@@ -312,7 +312,7 @@ def _check_loss(loss) -> None:
 
 
 def _assign_role(storage: StorageRecord) -> None:
-    """What a storage turned out to be, from where it was born and died."""
+    """Gives a storage its role, by where it was born and died."""
     if storage.event is None:
         return
     if storage.phase == "forward":

@@ -2,9 +2,9 @@
 """nn.LSTM, nn.GRU and nn.RNN as a CUDA device runs them: one cuDNN kernel a call.
 
 The path to it asks the driver for the device before it calls the kernel. Here the kernel is called by its name, with
-what that path gives it (aten/native/cudnn/RNN.cpp of torch 2.11 is the reference), and the shapes of what its backward
-makes are added, which torch has no rule for. What cuDNN keeps for the backward (its reserve) only cuDNN knows: see
-RESERVED.
+the arguments of that path (reference: aten/native/cudnn/RNN.cpp of torch 2.11). Shapes of its backward's results are
+added, since torch has no rule for them. The size of the reserve, which cuDNN keeps for the backward, only cuDNN knows:
+see RESERVED.
 
 Registered at the AutogradCUDA key, as in attention.py.
 """
@@ -22,8 +22,9 @@ aten = torch.ops.aten
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _GATES = (1, 1, 4, 3)  # by mode
-# Values per step, sample and hidden unit that the backward of a layer needs beside its input: the gates, what a cell
-# adds (an LSTM's state, a GRU's recurrent part of the candidate) and the layer's output. cuDNN keeps at least these.
+# Values per step, sample and hidden unit that the backward of a layer needs beside its input. They are the gates, the
+# cell's own (an LSTM's state, a GRU's recurrent part of the candidate) and the layer's output. cuDNN keeps at least
+# these.
 RESERVED = (1, 1, 6, 5)
 
 
@@ -84,7 +85,7 @@ def _run(kind, input, hx, cx, params, has_biases, num_layers, dropout, train, bi
 
 
 def flops(operator: str, args: tuple) -> int | None:
-    """Of _cudnn_rnn and its backward: the products with the weights; the backward's are twice as many. None: another
+    """FLOPs of _cudnn_rnn and its backward: the products with the weights, twice as many in the backward. None: another
     operator."""
     if operator not in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the model's Python lets go of what autograd keeps.
+"""Moments at which the model's Python lets go of tensors that autograd keeps.
 
 A storage that autograd saves lives until the backward, so a recording does not see when nobody else holds it any more.
 Activation checkpointing saves nothing in the first forward: there the storage dies when its last name does, a local
@@ -73,8 +73,8 @@ def _with_releases(events: list, other: list, same: dict[int, int]) -> list | No
 
 
 def _shape(event: list) -> tuple:
-    """What is the same in both recordings: anything but the numbers of storages, and the roles that follow from
-    deaths."""
+    """The part of an event that is the same in both recordings: anything but the numbers of storages, and the roles
+    that follow from deaths."""
     if event[0] == "+":
         return "+", event[2], event[4]
     return tuple(event[:8]) if event[0] == "op" else tuple(event[:2])

@@ -41,7 +41,7 @@ _CANNOT_FAKE = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 @dataclass
 class Options:
-    """What the command line asks for."""
+    """Options of the command line."""
 
     batch: int = 1
     seq: int = 2048

@@ -23,7 +23,7 @@ from shardplan.tracer.user_code import CudaIsCpu, as_written, weights_left_out
 
 @dataclass
 class Example:
-    """What a callable gave: a module, its inputs, and its loss (None: the default)."""
+    """The result of a callable: a module, its inputs, and its loss (None: the default)."""
 
     module: nn.Module
     args: tuple

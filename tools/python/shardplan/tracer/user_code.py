@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user's code finds while it builds and runs a model in front of the recorder: a machine with a GPU.
+"""The machine that a user's code finds while it builds and runs a model in front of the recorder: one with a GPU.
 
 Code that is written for a GPU asks whether there is one, takes device 0, moves its modules there, casts them, compiles
 them. None of that has to be taken out for a trace.
@@ -39,7 +39,7 @@ def _nothing(*_args, **_kwargs) -> None:
     return None
 
 
-# What torch.cuda answers without its driver.
+# Answers of torch.cuda without its driver.
 _ANSWERS = {
     "is_available": lambda: True,
     "device_count": lambda: 1,

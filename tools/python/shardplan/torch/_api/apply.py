@@ -129,7 +129,7 @@ def apply(
     memory: of what is gathered and reduced. "allocator": PyTorch's caching allocator. "arena": one block, every buffer
     at an address of its own (on GPUs NCCL's memory, registered with its communicators).
     broadcast_from_rank_0: parameters and buffers of the mesh's first rank count, whatever the others hold.
-    plan: a plan document's path, or what load_plan returned. What its strategy recomputes runs under PyTorch's
+    plan: a plan document's path, or what load_plan returned. Modules that its strategy recomputes run under PyTorch's
     checkpoint, unless the model has wrappers for that already.
     timeout: seconds after which a collective of the plan, on any communicator, has failed, and after which ranks that
     do not come to this call are given up. None: the default process group's (init_process_group).
@@ -140,10 +140,10 @@ def apply(
     Parameters become DTensors, Shard(0) over FSDP's dimension of the mesh, laid out as FSDP2 lays them out: optimizers,
     gradient clipping and torch.distributed.checkpoint work on them. Create the optimizer after this call.
 
-    Raises PlanError (a RuntimeError) when the plan cannot be read, does not verify (naming rule and place), was made
-    for another model (naming the parameter, what was expected and what was found) or for other ranks, or when ranks
-    differ in plan, model or version (naming them). RuntimeError for a step that deviates names the first point that
-    differs, found and expected.
+    Raises PlanError (a RuntimeError) when the plan cannot be read or does not verify (naming rule and place). The same
+    for a plan of another model (naming the parameter, expected and found) or of other ranks, and for ranks that differ
+    in plan, model or version (naming them). RuntimeError for a step that deviates names the first point that differs,
+    found and expected.
     """
     apply_plan(
         model,
@@ -172,7 +172,7 @@ def apply_plan(
     verify: bool = True,
     skeleton: Skeleton | None = None,
 ) -> Applied:
-    """What apply() does, for auto(), too. skeleton: of the model of auto()."""
+    """The work of apply(), for auto(), too. skeleton: of the model of auto()."""
     check_choice("on_deviation", on_deviation, OnDeviation)
     check_choice("memory", memory, Memory)
     if hasattr(model, ATTRIBUTE):

@@ -2,8 +2,8 @@
 """policy="optimize": from the first forward's arguments to the plan that the search finds.
 
 [Note: beside the training] The first forward is traced where it begins, on the first rank. If FSDP2's plan of that
-trace keeps within the budget, steps go by it while the search runs in a process of its own, and all ranks take what it
-finds at the begin of the same step. Else the first step waits.
+trace keeps within the budget, steps go by it while the search runs in a process of its own. All ranks take its plan at
+the begin of the same step. Else the first step waits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Search:
         self._steps = 0
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Where the first step begins. Collective."""
+        """Called where the first step begins. Collective."""
         planned = self._planned
         if answer := from_first_rank(lambda: self._first(module, args, kwargs), planned.ranks, self._timeout_s):
             switch(self._applied(), plan_of(answer))

@@ -113,7 +113,7 @@ def _planned(applied: Applied) -> list[_Planned]:
 
 
 def _ties_of_units(applied: Applied) -> list[tuple[frozenset[str], frozenset[str]]]:
-    """Of parameters in one unit: the names of one, and of another whose shard the model has in its place."""
+    """Ties within units: the names of a parameter, and of another one whose shard the model has in its place."""
     planned = _planned(applied)
     owners = {(one.unit, id(one.sharded.shard)): one for one in planned}
     ties = [(one, owners.get((one.unit, id(one.held)))) for one in planned]

@@ -24,7 +24,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> None:
     """Gathers the parameters of the module's unit now, as FSDPModule.unshard does.
 
     A plan that has this call (strategy, `program`: method "unshard") is followed; otherwise the unit is gathered at
-    once and stays so until reshard() or the next step, which only works between steps. async_op is the plan's to
+    once and stays so until reshard() or the next step. That only works between steps. async_op is the plan's to
     decide: the wait is where the plan has it. All ranks have to call it.
     """
     applied, unit = _unit_of(module)
@@ -38,7 +38,7 @@ def reshard(module: nn.Module) -> None:
 
 
 class GradientReduction:
-    """What finalize_backward(async_op=True) returns."""
+    """The handle that finalize_backward(async_op=True) returns."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: nn.Module | None = module
@@ -98,7 +98,7 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, 
 
 
 def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
-    """As FSDPModule.set_is_last_backward: whether a backward forgets which modules of a group its forward has run."""
+    """Whether a backward forgets which modules of a group its forward has run, as FSDPModule.set_is_last_backward."""
     applied_above(module).set("set_is_last_backward", value=is_last_backward)
 
 
@@ -118,8 +118,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def abandon_step(model: nn.Module) -> None:
-    """Gives up the step under way, after an exception that the loop has caught, say: its gradients and the gathered
-    parameters are dropped, parameters and optimizer state stay as they are, and the next forward begins a step.
+    """Gives up the step under way, after an exception that the loop has caught, say. Its gradients and the gathered
+    parameters are dropped. Parameters and optimizer state stay as they are, and the next forward begins a step.
 
     All ranks have to. RuntimeError after a collective has failed: the ranks cannot go on together then.
     """

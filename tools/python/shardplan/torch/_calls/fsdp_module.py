@@ -2,7 +2,7 @@
 """The class of the modules of an applied plan's units: FSDPModule's methods, answered by the plan.
 
 [Note: FSDPModule] A unit's module is an instance of FSDPModule, as fully_shard makes it, with every method of it that a
-user calls. What is FSDP2's own inside, the FSDPState, is not there: what `_get_fsdp_state` returns says so of each
+user calls. FSDP2's own inside, the FSDPState, is not there: the object that `_get_fsdp_state` returns says so for each
 attribute, but for the two calls that register_fsdp_forward_method makes. Classes keep their names, since the rules of a
 strategy name them, and the user's class is the third of the order in which methods are looked up: libraries find it
 there.
@@ -25,14 +25,14 @@ from . import calls
 
 
 class _PlannedUnshard(UnshardHandle):
-    """Of unshard(async_op=True): the wait is where the plan has it."""
+    """The handle of unshard(async_op=True): the wait is where the plan has it."""
 
     def wait(self) -> None:
         return
 
 
 class _Reduction(getattr(torch.distributed.fsdp, "GradientReductionHandle", object)):  # of 2.15
-    """Of finalize_backward(async_op=True)."""
+    """The handle of finalize_backward(async_op=True)."""
 
     def __init__(self, module: nn.Module, planned: bool) -> None:
         self._module, self._planned = module, planned
@@ -76,7 +76,7 @@ class _State:
 
 
 class _Methods(nn.Module):
-    """Of the class of a unit's module."""
+    """The methods of a unit's module."""
 
     def _set(self, method: str, **fields: Any) -> None:
         applied = applied_above(self)

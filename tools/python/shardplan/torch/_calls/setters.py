@@ -3,13 +3,13 @@
 before.
 
 [Note: calls of setters] A strategy has calls in two places: in `setup`, before the first step, and in `program`, inside
-of each. What a loop calls between two steps holds from then on, so it goes to `setup`. A loop that calls setters inside
+of each. A call between two steps holds from then on, so it goes to `setup`. A loop that calls setters inside
 of its steps, too, does so in each of them: then all calls of a step are its program's. So are the calls that do
 something instead of setting it (unshard, reshard, finalize_backward).
 
-What the next step will call is what the last one called: its plan is chosen when it begins. A step that calls otherwise
-than its plan has it is right all the same: units are gathered and freed at other points, and numbers are the same, but
-for the order in which replicas are added.
+The next step is expected to call what the last one called: its plan is chosen when it begins. A step that calls
+otherwise than its plan has it is right all the same: units are gathered and freed at other points, and numbers are the
+same, but for the order in which replicas are added.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def units_of(applied: Applied, module, recurse: bool) -> list[int]:
 
 
 def setters_of(applied: Applied) -> Setters | None:
-    """Of a plan of fsdp2; there are none of FSDP1."""
+    """The setters of a plan of fsdp2; FSDP1 has none."""
     return None if applied.plan.policy == "fsdp1" else Setters(applied)
 
 
 class Setters:
-    """Of one applied model."""
+    """The setters of one applied model."""
 
     def __init__(self, applied: Applied) -> None:
         self._from_disk = False  # the plan has the calls of another run, which this one makes again, or does not

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.distributed.checkpoint of models with flat units.
 
-torch.distributed.checkpoint.state_dict knows flat parameters by the class that FSDP1 puts around a module, and has no
-hook for
-others: it would save one rank's slice of the optimizer's state for all of it. _install() puts a function around those
-of its functions that see the model; a model without flat units passes through. What is saved has the names and shapes
-of the original
-parameters: FSDP1, FSDP2 and plans of both layouts load it.
+torch.distributed.checkpoint.state_dict knows flat parameters by the class that FSDP1 puts around a module. It has no
+hook for others, and would save one rank's slice of the optimizer's state for all of it. _install() puts a function
+around those of its functions that see the model; a model without flat units passes through. Saved tensors have the
+names and shapes of the original parameters, so FSDP1, FSDP2 and plans of both layouts load them.
 
 An optimizer's own state_dict() has this rank's slices. One can be saved by each rank for itself;
 torch.distributed.checkpoint, which would keep one rank's for all, is refused (RankSlice).
@@ -110,7 +108,7 @@ def _get(original: Callable, model: nn.Module, optimizers: tuple, info) -> dict:
 
 
 def _nested(state_dict: dict, names: list[str]) -> dict:
-    """What flatten_optimizer_state_dict made flat."""
+    """Undoes flatten_optimizer_state_dict."""
     if "state" in state_dict:
         return state_dict
     state: State = {name: {} for name in names}
@@ -132,7 +130,7 @@ def _with_options(group: dict, loaded: list[dict], names: list[str]) -> dict:
 def _loadable(
     model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list[Held], state_dict: dict, strict: bool
 ) -> dict:
-    """What optimizer.load_state_dict takes on this rank. Collective."""
+    """The state dict for optimizer.load_state_dict on this rank. Collective."""
     by_parameter = names_by_parameter(model, all_held)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     nested = _nested(state_dict, [name for parameter in parameters for name in by_parameter[parameter]])
@@ -163,7 +161,7 @@ def _loadable(
 
 
 def from_rank_0(state_dict: dict, device: torch.device) -> dict:
-    """Of a nested dict that the first rank has: tensor by tensor."""
+    """Broadcasts a nested dict of the first rank, tensor by tensor."""
 
     def walk(value, path: tuple, found: dict):
         if isinstance(value, torch.Tensor):

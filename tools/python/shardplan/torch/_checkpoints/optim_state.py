@@ -26,7 +26,7 @@ OptimInput = list[dict] | Iterable[nn.Parameter] | None
 
 
 class OptimStateKeyType(enum.Enum):
-    """What the keys of an optimizer's state dict are."""
+    """Kinds of keys of an optimizer's state dict."""
 
     PARAM_NAME = enum.auto()
     PARAM_ID = enum.auto()
@@ -166,7 +166,7 @@ def _parameter_groups(
 
 
 class _Target:
-    """What the positions of an optimizer stand for."""
+    """The parameters that an optimizer's positions stand for."""
 
     def __init__(self, model: nn.Module, groups: list[list[nn.Parameter]]) -> None:
         self.all_held = held_in(model)
@@ -233,7 +233,7 @@ def _check_unit(held: Held, saved: State) -> None:
 
 
 def _cut_like(parameter: nn.Parameter, of: dict) -> dict:
-    """What a parameter of no flat unit has on this rank."""
+    """This rank's part of the state of a parameter outside of flat units."""
 
     def cut(value: object) -> object:
         if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
@@ -325,8 +325,8 @@ def optim_state_dict_to_load(
     *,
     strict: bool = False,
 ) -> dict:
-    """What optim.load_state_dict takes of what `optim_state_dict` gave, full or sharded; load_directly: it is loaded,
-    too. Collective."""
+    """Turns the result of `optim_state_dict`, full or sharded, into the argument of optim.load_state_dict.
+    load_directly: it is loaded, too. Collective."""
     del group  # units know their ranks
     if is_named_optimizer:
         raise ValueError(

@@ -2,8 +2,8 @@
 """Checkpoints of a model and its optimizer as torch.distributed.checkpoint directories.
 
 Names and shapes are those of the original parameters, so a job of another world size, another policy, or real FSDP1 and
-FSDP2 loads them. What each rank holds is found out here; files are written and read by the compiled module
-(executor/session.h), which runs nothing that a file holds.
+FSDP2 loads them. This file finds out what each rank holds. The compiled module writes and reads the files
+(executor/session.h); it runs nothing that a file holds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Session:
         _wait_at_the_end()  # registered behind the peers' end, so it comes before
 
     def finish(self) -> None:
-        """What is under way. Collective."""
+        """Ends the save that is under way. Collective."""
         if self.saving is not None:
             self.saving.wait()
 
@@ -106,9 +106,8 @@ class Saving:
             self._figures = session.native.figures
 
     def cost(self) -> dict[str, float]:
-        """After wait(): bytes that this rank wrote, seconds for which the training loop was held (by save and by wait)
-        and until the folder had its name, optimizer steps that were made meanwhile, and the seconds held per such
-        step."""
+        """After wait(): bytes that this rank wrote; seconds for which the training loop was held (by save and by wait),
+        and until the folder had its name; optimizer steps made meanwhile, and the seconds held per such step."""
         if self._figures is None:
             raise RuntimeError("shardplan: the save is not over: wait() first")
         steps = max(1, self._steps)
@@ -141,7 +140,7 @@ def _session_of(model: nn.Module) -> _Session:
 
 
 def _from_all(mine: Callable[[], object]) -> list:
-    """What `mine` gives on each rank. Raises, on all ranks, what any of them raised. Collective."""
+    """The results of `mine` on all ranks. Raises, on all ranks, what any of them raised. Collective."""
     failure: BaseException | None = None
     value = None
     try:
@@ -194,7 +193,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _described(state: dict) -> tuple[Tensors, dict[str, Box], dict[str, bytes]]:
-    """What this rank has: tensors, its box of each, objects."""
+    """This rank's tensors, its box of each, and objects."""
     tensors, boxes, objects = {}, {}, {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -241,9 +240,9 @@ def save(
     replace: bool = False,
 ) -> Saving | None:
     """Writes the parameters, the buffers, and the state of the optimizer (or of several) to a new folder, between two
-    steps. asynchronous: the state is copied to host memory (on a GPU to pinned memory, beside the training) and written
-    while training goes on; `wait()` of what is returned ends it, or the next save. replace: a checkpoint that is there
-    stays until the new one is whole. Collective."""
+    steps. asynchronous: the state is copied to host memory (on a GPU to pinned memory, beside the training). It is
+    written while training goes on; `wait()` of the returned Saving ends it, or the next save. replace: a checkpoint
+    that is there stays until the new one is whole. Collective."""
     begin, folder = time.perf_counter(), Path(folder)
     session = _session_of(model)
     session.finish()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first rank makes, on all ranks."""
+"""Results of the first rank, on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _alone(ranks: list[int]) -> bool:
 
 
 def from_first_rank(make: Callable[[], str], ranks: list[int], timeout_s: float) -> str:
-    """What make() returns on the first of the ranks, on all of them; PlanError likewise. Collective."""
+    """The result of make() on the first of the ranks, on all of them; PlanError likewise. Collective."""
     if _alone(ranks):
         return make()
     store = next_store("auto", ranks, timeout_s)

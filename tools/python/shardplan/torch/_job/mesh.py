@@ -59,8 +59,8 @@ def mesh_rank(mesh: DeviceMesh) -> int:
 
 
 def process_groups(plan, mesh: DeviceMesh, made: dict, timeout_s: float) -> list[dist.ProcessGroup]:
-    """One group per communicator of the plan: the mesh's own where it has it (or a mesh flattened from it), one that
-    was `made` before (ranks of all groups -> this rank's), or a new one, which is put there. Collective."""
+    """One group per communicator of the plan: the mesh's own (or that of a mesh flattened from it), else one that was
+    `made` before (ranks of all groups -> this rank's). A new one is put there. Collective."""
     own_rank = dist.get_rank()
     ranks = mesh.mesh.flatten().tolist()
     flattened = mesh._get_root_mesh()._flatten_mapping.values()

@@ -20,10 +20,10 @@ from shardplan.installing import in_checkout
 
 
 def _build_folders() -> list[pathlib.Path]:
-    """Where a build leaves the module: in $SHARDPLAN_BUILD, else in the presets' folders, newest module first.
+    """Folders in which a build leaves the module: $SHARDPLAN_BUILD, else those of the presets, newest module first.
 
-    Those of sanitizers are taken only where $SHARDPLAN_BUILD names them: an interpreter without their runtime ends at
-    the import.
+    Builds of sanitizers are taken only if $SHARDPLAN_BUILD names them: an interpreter without their runtime ends at the
+    import.
     """
     if build := os.environ.get("SHARDPLAN_BUILD"):
         return [pathlib.Path(build) / "python"]

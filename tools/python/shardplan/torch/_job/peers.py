@@ -34,7 +34,7 @@ def _store_rank(store: dist.Store) -> int | None:
 
 
 def peers() -> native.Peers | None:
-    """Of the default group; None where there are no processes to watch. The first call begins to watch."""
+    """The peers of the default group; None if there are no processes to watch. The first call begins to watch."""
     if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() < 2:
         return None
     group = dist.distributed_c10d._get_default_group()

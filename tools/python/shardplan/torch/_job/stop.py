@@ -21,7 +21,7 @@ from .peers import connect
 
 
 class StopOnSignal:
-    """What `stop_on_signal` returns."""
+    """The context that `stop_on_signal` returns."""
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         self._signals = tuple(signals)

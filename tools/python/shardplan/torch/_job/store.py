@@ -4,8 +4,8 @@
 [Note: a store that outlives its ranks] torchrun's agent serves the store, and when it starts the ranks again the store
 still has all keys of those before: who died, what they agreed on, which plan they took. Nothing that the environment
 says differs between the two (restarts are counted by each node for itself). So the ranks draw lots: each of them leaves
-a word of its own, rank 0 answers every word with the name of what the ranks share from then on, until each has said
-that it knows it. A word of an earlier rank gets an answer, too, which nobody reads.
+a word of its own. Rank 0 answers every word with the name of what the ranks share from then on, until each has said
+that it knows the name. A word of an earlier rank gets an answer, too, which nobody reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _exchanges: collections.Counter = collections.Counter()  # by their kind and the
 
 
 def job_store(timeout_s: float) -> dist.Store:
-    """Of the default group. The first call waits for rank 0's, if torchrun's agent serves the store."""
+    """The part of the default group's store. The first call waits for rank 0's, if torchrun's agent serves the
+    store."""
     group = dist.distributed_c10d._get_default_group()
     if group not in _stores:
         store = dist.distributed_c10d._get_default_store()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model's values come from before they are sharded: modules on the meta device, or rank 0."""
+"""Sources of a model's values before they are sharded: modules on the meta device, or rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Initialize = Callable[[nn.Module], None]
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """What a module is initialized with when `apply` is given nothing else."""
+    """The default initialization of a module."""
     if not hasattr(module, "reset_parameters"):
         raise PlanError(
             f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(): give "

@@ -15,7 +15,7 @@ from .fit import modules_of
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What is compiled in the model is compiled in its copy, too."""
+    """A copy in which the modules are compiled that are compiled in the model."""
     copied = copy.deepcopy(model, memo)
     if any(module._compiled_call_impl is not None for module in model.modules()):
         from shardplan.tracer import compiled  # takes seconds to import

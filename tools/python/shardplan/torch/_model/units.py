@@ -24,7 +24,7 @@ Units = Sequence["str | type[nn.Module] | nn.Module | dict[str, Any]"]
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Those of fully_shard that a unit has of its own; None: not given."""
+    """A unit's own arguments of fully_shard; None: not given."""
 
     mesh: DeviceMesh | None = None
     reshard_after_forward: bool | int | None = None
@@ -78,7 +78,7 @@ def forget_marks(model: nn.Module) -> None:
 
 
 def _data_parallel(dims: Any) -> dict[str, list[str]]:
-    """Of DataParallelMeshDims, as a strategy has it."""
+    """DataParallelMeshDims in the form of a strategy."""
     return {
         kind: list(names) for kind, names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)) if names
     }
@@ -139,7 +139,7 @@ class Strategy:
 
     @property
     def whole_mesh(self) -> DeviceMesh | None:
-        """What the plan is applied on: with parameters that other dimensions cut already, all of these."""
+        """The mesh that the plan is applied on: all dimensions, if others than FSDP's cut parameters already."""
         if self._mesh is None or self._dims is not None or not self._is_cut():
             return self._mesh
         return self._mesh._get_root_mesh()

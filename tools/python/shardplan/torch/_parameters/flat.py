@@ -87,7 +87,7 @@ class FlatUnit:
 
     @property
     def device(self) -> torch.device:
-        """Where it is gathered; the shard may be in host memory."""
+        """The device on which it is gathered; the shard may be in host memory."""
         return self.runtime.unsharded_view(self.id, 0).device if self.parameters else self.shard.device
 
     @property
@@ -104,7 +104,7 @@ class FlatUnit:
         return (first - begin, last - first) if last > first else (0, 0)
 
     def shape_of(self, position: int) -> list[int]:
-        """Of an original parameter's data between steps."""
+        """Shape of an original parameter's data between steps."""
         return list(self.unit.parameters[position].shape) if self.ranks == 1 else [self.slice_of(position)[1]]
 
     def show_slice(self, position: int) -> None:
@@ -120,7 +120,8 @@ class FlatUnit:
             setattr(slot.module, slot.name, view)
 
     def write_back(self) -> None:
-        """What the user replaced since is copied into the shard; a parameter that was itself replaced is forgotten."""
+        """Copies data that the user has replaced since into the shard; a parameter that was itself replaced is
+        forgotten."""
         self.runtime.write_back(self.id)
         if not self.original:
             return

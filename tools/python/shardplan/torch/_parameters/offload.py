@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations in host memory between forward and backward, as the plan's strategy has it.
 
-What autograd saves in a module's forward passes through hooks of `saved_tensors_hooks`. The plan's instructions copy
-the storages to the host, let go of them, and bring them back: `take`, `drop` and `give` are called by the replayer. A
-step that leaves its plan in between copies back what its backward asks for.
+Tensors that autograd saves in a module's forward pass through hooks of `saved_tensors_hooks`. The plan's instructions
+copy the storages to the host, let go of them, and bring them back: `take`, `drop` and `give` are called by the
+replayer. A step that leaves its plan in between copies back what its backward asks for.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Saved:
 
 
 class _Storage:
-    """What is saved in one storage: on the device, or on the host only."""
+    """Saved tensors of one storage: on the device, or on the host only."""
 
     __slots__ = ("__weakref__", "back", "host", "nbytes", "saved", "storage")
 
@@ -87,8 +87,8 @@ class Offloader:
 
     # ---- the runtime's ----
     def take(self, unit: int, host: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The storages that the plan copies to `host` next, as bytes. What the forward has not saved is empty memory;
-        what the plan does not have stays."""
+        """The storages that the plan copies to `host` next, as bytes. A storage that the forward has not saved is empty
+        memory; one that the plan does not have stays."""
         left = [
             found
             for of_module in self.made[unit].values()

@@ -50,7 +50,7 @@ def casts_of(plan, fqn: str, module: nn.Module) -> tuple[torch.dtype | None, tor
 
 
 def mixed_precision_policy(precision) -> MixedPrecisionPolicy:
-    """What fully_shard is given for such a precision."""
+    """The policy that fully_shard takes for such a precision."""
     if precision is None:
         return MixedPrecisionPolicy()
     dtypes = {name: torch_dtype(getattr(precision, name)) for name in ("param_dtype", "reduce_dtype", "output_dtype")}
@@ -58,7 +58,7 @@ def mixed_precision_policy(precision) -> MixedPrecisionPolicy:
 
 
 def mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
-    """What data_parallel_mesh gives for the unit."""
+    """The result of data_parallel_mesh for the unit."""
     rule = rule_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
     own = rule.parameter_meshes if rule is not None else []
     # All parameters of the unit are on one mesh.

@@ -18,7 +18,7 @@ from .._job.arguments import PlanError
 
 @dataclasses.dataclass
 class ShardedParameter:
-    """What a rank keeps of one parameter.
+    """One parameter's part on a rank.
 
     shard: what the modules hold between steps, a DTensor whose local tensor is the first rows of `padded`.
     padded: flat, the size of the first rank's piece, zeros after this rank's own: what is gathered.
@@ -34,7 +34,7 @@ class ShardedParameter:
 
 
 def _spec(parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: int) -> DTensorSpec:
-    """Of the sharded parameter: FSDP's dimensions, then those that the parameter is cut over already."""
+    """The sharded parameter's spec: FSDP's dimensions, then those that the parameter is cut over already."""
     placements = [Replicate()] * mesh.ndim
     if shards:
         placements[-1] = Shard(shard_dim)
@@ -51,7 +51,7 @@ def _spec(parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: in
 
 
 def own_dims(spec: DTensorSpec, mesh: DeviceMesh) -> list[int]:
-    """Where FSDP's dimensions are among those of the parameter's own mesh (dp_mesh_dims); [] where they are apart."""
+    """Positions of FSDP's dimensions among those of the parameter's own mesh (dp_mesh_dims); [] if they are apart."""
     names, of_fsdp = spec.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
     return [names.index(name) for name in of_fsdp] if of_fsdp and set(of_fsdp) <= set(names) else []
 
@@ -146,7 +146,7 @@ def adopt_parameter(expected, sharded: ShardedParameter, found) -> None:
 
 
 def whole_parameter(view: torch.Tensor, sharded: ShardedParameter) -> nn.Parameter:
-    """What the modules hold while the unit is gathered: an autograd leaf over `view`."""
+    """The parameter that modules hold while the unit is gathered: an autograd leaf over `view`."""
     data = view if sharded.whole_spec is None else as_dtensor(view, sharded.whole_spec)
     return nn.Parameter(data, requires_grad=sharded.shard.requires_grad)
 

@@ -62,7 +62,7 @@ def check_release(plan) -> None:
 
 
 def names_of(expected) -> frozenset[str]:
-    """Of a plan's parameter."""
+    """All names of a plan's parameter."""
     return frozenset((expected.fqn, *expected.shared_with))
 
 

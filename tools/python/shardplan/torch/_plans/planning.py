@@ -78,8 +78,8 @@ def make_plan(
 
 
 def asked_memory(plan: str, timeout_s: float | None = None, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """What `shardplan memory --rows` says of a plan's text, and under "fits" whether it fits its cluster's device.
-    PlanError: its words where it says nothing."""
+    """The output of `shardplan memory --rows` for a plan's text, and under "fits" whether it fits its cluster's device.
+    PlanError, in the command's words, if there is none."""
     with scratch_folder() as here:
         write_text(here / "plan.json", plan)
         asked = [command(), "memory", "plan.json", "--reserved", "--no-verify", "--rows", "rows.json", "-q", *arguments]
@@ -90,7 +90,7 @@ def asked_memory(plan: str, timeout_s: float | None = None, arguments: Sequence[
 
 
 def simulated_report(plan: str) -> dict[str, Any]:
-    """What `shardplan simulate --report` says of a plan's text. PlanError: its words where it says nothing."""
+    """The report of `shardplan simulate` for a plan's text. PlanError, in the command's words, if there is none."""
     with scratch_folder() as here:
         write_text(here / "plan.json", plan)
         code, said = _run([command(), "simulate", "plan.json", "--report", "report.json", "-q", "--no-verify"], here)

@@ -90,8 +90,8 @@ class _Trace:
         return documents
 
     def add(self, kind: str, unit: int, gradients: list[tuple[int, int]], keeps: bool) -> None:
-        """One point. keeps: of the end of a backward, its gradients were not reduced. What the plan does by itself (the
-        optimizer, calls of the user) is not in a trace."""
+        """One point. keeps: of the end of a backward, its gradients were not reduced. Points of the plan's own (the
+        optimizer, calls of the user) are not in a trace."""
         if unit >= 0 and self._plan.units[unit].parameter_group > 0:
             return  # its modules pass the same points as the first group's
         if kind == "pre_forward":
@@ -148,7 +148,7 @@ class _Trace:
         return {"call": "module", "method": "set_requires_gradient_sync", "module": "", "value": reduces}
 
     def calls_left(self, until: int) -> list[dict]:
-        """Those behind the last backward, up to a place."""
+        """Calls behind the last backward, up to a place."""
         left, self._calls = (
             [call for place, call in self._calls if place <= until],
             [placed for placed in self._calls if placed[0] > until],

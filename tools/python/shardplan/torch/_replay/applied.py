@@ -49,7 +49,7 @@ def _in_turn(hooks: list[Callable], afterwards: Callable[[], None]) -> Callable:
 
 
 def applied_above(module: nn.Module) -> Applied:
-    """Of a unit's module or of the root. Raises ValueError for others."""
+    """The plan applied to a unit's module or the root. Raises ValueError for others."""
     of_unit = getattr(module, UNIT_ATTRIBUTE, None)
     return of_unit[0] if of_unit is not None else applied_to(module)
 
@@ -98,7 +98,7 @@ class Applied:
     __deepcopy__ = __reduce_ex__ = refuse_to_copy
 
     def fqn_of(self, module: nn.Module) -> str:
-        """As the plan has it. Raises ValueError for a module that is not the model's."""
+        """The module's name in the plan. Raises ValueError for a module that is not the model's."""
         for fqn, own in modules_of(self.model).items():
             if own is module:
                 return fqn

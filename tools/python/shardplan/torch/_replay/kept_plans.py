@@ -45,7 +45,7 @@ class Path:
 
 
 class KeptPlans:
-    """Of one applied model, which holds it."""
+    """The plans of one applied model, which holds this."""
 
     def __init__(self, applied: Applied) -> None:
         self._applied = weakref.ref(applied)
@@ -196,7 +196,7 @@ class KeptPlans:
         self.foresee()
 
     def _foresee_together(self, expected: Key | None) -> Key | None:
-        """What the first rank expects: others were given other arguments, perhaps."""
+        """The first rank's expectation: others were given other arguments, perhaps."""
         if len(self.kept) < 2:
             return expected
         if self._foreseen is None:
@@ -207,7 +207,7 @@ class KeptPlans:
         return next((key for key in reversed(self.kept) if self._name(key) == said), None)
 
     def _name(self, key: Key | None) -> str:
-        """Of a kept plan, equal on all ranks."""
+        """The name of a kept plan, equal on all ranks."""
         if key not in self.kept:
             return ""
         if key not in self._names:

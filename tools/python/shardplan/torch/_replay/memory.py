@@ -61,7 +61,7 @@ def _index(device: torch.device) -> int:
 
 
 def _expected(applied: Applied) -> dict[str, Any] | str:
-    """What `shardplan memory --rows` says of the plan; why there is nothing."""
+    """The output of `shardplan memory --rows` for the plan, or why there is none."""
     if applied not in _asked or _asked[applied][0] is not applied.plan:
         try:
             _asked[applied] = applied.plan, asked_memory(applied.plan.json, _ASK_S)
@@ -71,7 +71,7 @@ def _expected(applied: Applied) -> dict[str, Any] | str:
 
 
 def _row(applied: Applied, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Of the point that the plan is at."""
+    """The row of the point that the plan is at."""
     kind, unit, microbatch = applied.runtime.next_point
     event = _ROW_BEFORE.get(kind, f"{kind}.before")
     name = "" if unit < 0 else applied.plan.units[unit].fqn or "(root)"
@@ -120,7 +120,7 @@ def _text(applied: Applied, device: int, requested_bytes: int, free_bytes: int) 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Of one rank, in the plan's steps that repeat."""
+    """Memory of one rank, in the plan's steps that repeat."""
 
     allocated_bytes: int  # at the peak
     reserved_bytes: int  # by the caching allocator, once it reserves no more
@@ -135,7 +135,7 @@ def forecast(
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Forecast:
-    """What a step of the present plan needs with such arguments of the model's forward: of the longest sequence, say,
+    """Memory of a step of the present plan with such arguments of the model's forward: the longest sequence, say,
     before it comes.
 
     args, kwargs: as the forward takes them; tensors may be on any device, the meta device too. loss: of the model's

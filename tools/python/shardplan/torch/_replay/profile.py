@@ -26,7 +26,7 @@ from .optimizers import trains
 
 
 class Profile:
-    """What `profile` returns."""
+    """The context that `profile` returns."""
 
     def __init__(self, applied: Applied, steps: int, warmup: int, quiet: bool) -> None:
         self._applied = applied
@@ -100,8 +100,8 @@ class Profile:
         return f"{len(document['steps'])} steps recorded; {recorded.cost_text(document)}"
 
     def report(self, all_ranks: bool = False) -> dict[str, Any]:
-        """Of this rank (docs/reference/report-format.md). all_ranks: collective; the time that it waits for other ranks
-        is then told apart from that of the transfers."""
+        """This rank's report (docs/reference/report-format.md). all_ranks: collective; the time that it waits for other
+        ranks is then told apart from that of the transfers."""
         if all_ranks not in self._reports:
             self._reports[all_ranks] = self._make_report(all_ranks)
         return self._reports[all_ranks]
@@ -128,7 +128,7 @@ class Profile:
 
 def count_cpu_memory() -> None:
     """From now on the memory of CPU tensors is counted, for `profile` on CPU ranks: called by the thread that trains,
-    before the model is made. What collectives take inside is left out. Without it a profile there knows the plan's own
+    before the model is made. Memory inside of collectives is left out. Without it a profile there knows the plan's own
     buffers. It lasts as long as the process. GPUs need no such call."""
     native.count_cpu_memory()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a runtime of the C++ module is told: shards, parameters, extensions, and the hooks that pass it the model's
+"""Inputs of a runtime of the C++ module: shards, parameters, extensions, and the hooks that pass it the model's
 points."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def make_runtime(plan, mesh: DeviceMesh, device: torch.device, groups: list, mem
 
 
 def supply_shards(runtime, unit_id: int, unit, sharded: list[ShardedParameter]) -> None:
-    """What is gathered. Of a parameter with an extension that is what the extension makes: a tensor like the shard is
-    put where the shard would be."""
+    """Gives the runtime the tensors to gather. A parameter with an extension gathers the extension's tensors: one like
+    the shard is put in the shard's place."""
 
     def part(expected, result: ShardedParameter) -> torch.Tensor:
         if not expected.gathered:
@@ -48,7 +48,7 @@ def _grad_maker(spec):
 
 
 def adopter(plan, shards: list):
-    """What is called when a module holds another sharded parameter than ours."""
+    """The function that is called when a module holds another sharded parameter than ours."""
 
     def adopt(unit: int, parameter: int, found) -> None:
         adopt_parameter(plan.units[unit].parameters[parameter], shards[unit][parameter], found)

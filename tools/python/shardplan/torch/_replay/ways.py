@@ -24,7 +24,8 @@ Way = tuple[RequiresGrad, tuple, tuple[bool, ...], str]
 
 
 def points(log: list[tuple]) -> tuple:
-    """Of a step or of a plan's step. A gradient belongs to its unit's next post_backward, or to the end of the
+    """The points of a step, or of a plan's step. A gradient belongs to its unit's next post_backward, or to the end of
+    the
     backward: which hook saw it first changes no plan."""
     passed, gradients = [], []
     for kind, unit, made, keeps in log:
@@ -83,7 +84,7 @@ class NextPath:
         return self._by_signature.get(self._signature) or self._after_steps()
 
     def _after_steps(self) -> Hashable | None:
-        """What followed the last time that the latest steps were the same, as many of them as were ever the same."""
+        """The way that followed the longest earlier run of steps like the latest ones."""
         steps = list(self._steps)
         best, longest = None, 0
         for end in range(1, len(steps)):

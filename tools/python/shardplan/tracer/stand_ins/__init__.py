@@ -39,7 +39,7 @@ SHIPPED: dict[str, Callable] = {
     "fla.ops.kda.chunk_kda": fla.chunk_kda,
 }
 
-# What models import beside those, for generation, which no training step calls: in libraries that are not here.
+# Functions for generation that models import beside those, of libraries that are not here. No training step calls them.
 _FOR_GENERATION = (
     "causal_conv1d.causal_conv1d_update",
     "mamba_ssm.ops.triton.selective_state_update.selective_state_update",
@@ -127,7 +127,7 @@ def _called_by(name: str, place: str, function: Callable) -> Callable:
     return called
 
 
-# What Python raises; torch's errors are RuntimeErrors, and the session knows what to say of them.
+# Python's own errors; torch's are RuntimeErrors, and the session knows what to say of them.
 _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
 
 

@@ -121,7 +121,7 @@ def _by_keys(gradient: Tensor, s: _Sizes) -> Tensor:
 
 
 class _Preparation:
-    """What both functions do before their chunks: arguments without gaps, norms of queries and keys, sigmoid of
+    """Work of both functions before their chunks: arguments without gaps, norms of queries and keys, sigmoid of
     beta."""
 
     def __init__(self, q, k, v, g, beta, norm: bool, sigmoid: bool):

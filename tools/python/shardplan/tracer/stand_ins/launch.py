@@ -84,7 +84,7 @@ def launch(
 
 @dataclass
 class Kernel:
-    """What a stand-in returns for a function that is one kernel forward and one, `name`_backward, backward. Sizes are
+    """The result of a stand-in for a function that is one kernel forward and one, `name`_backward, backward. Sizes are
     in bytes; None: what the tensors make, each touched once."""
 
     outputs: object  # what the function returns: tensors that the stand-in made (x.new_empty(...)), or a nest of them
@@ -102,7 +102,7 @@ class Kernel:
     inputs: Sequence[Tensor] | None = None
 
     def problem(self, inputs: Sequence[object]) -> str:
-        """What is wrong with it, "" if nothing is."""
+        """The mistake in it; "" if there is none."""
         outputs = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
         if not outputs:
             return "outputs without a tensor; expected tensors made of an argument, as x.new_empty(...)"
@@ -170,7 +170,7 @@ def _read_by(arguments: tuple) -> list[Tensor]:
 
 
 def run(function: str, returned, arguments: tuple):
-    """What a stand-in for `function` (its dotted name) returned for the arguments: a Kernel runs, everything else is
+    """Runs the Kernel that a stand-in for `function` (its dotted name) returned for the arguments. Any other result is
     given back as it is."""
     if not isinstance(returned, Kernel):
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(returned)):

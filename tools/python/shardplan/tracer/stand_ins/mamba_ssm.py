@@ -20,9 +20,9 @@ from shardplan.tracer.stand_ins.launch import launch
 
 _SCAN_CHUNK = 2048  # of the selective scan
 # FLOPs per step, channel and state of the kernels as they are written
-# (csrc/selective_scan/selective_scan_{fwd,bwd}_kernel.cuh). A scan's operator has 3; cub's block scan, and the reverse
+# (csrc/selective_scan/selective_scan_{fwd,bwd}_kernel.cuh). A scan's operator has 3. cub's block scan, and the reverse
 # one, apply it twice to each item: to the sum of a thread's items, then to each behind what comes before the thread.
-# What is done once for all states (softplus, skip, gate) is left out.
+# Work that is done once for all states (softplus, skip, gate) is left out.
 _SCAN = 2 * 3
 _FORWARD = 2 + 1 + _SCAN + 2  # decay (product, exponential), input, scan, output
 # Terms: the forward again; both scans; gradients of input and time step, of A, of B and C; sums in memory.
@@ -220,7 +220,7 @@ def _of_states(s: dict) -> int:
 
 
 def _of_scores(s: dict) -> int:
-    """... of the heads' values with the scores of a chunk. What is above the diagonal is not deducted, as in
+    """... of the heads' values with the scores of a chunk. Products above the diagonal are not deducted, as in
     attention."""
     return 2 * s["b"] * s["l"] * s["q"] * s["h"] * s["p"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rehearsed process does beside its own code. It runs in the interpreter of the script: it needs nothing of the
+"""A rehearsed process's work beside its own code. It runs in the interpreter of the script: it needs nothing of the
 package shardplan, and nothing of torch before the script imports it."""
 
 import os

@@ -2,8 +2,8 @@
 """Checkpoints of a rehearsed run: their bulk goes nowhere, and numbers that are read have no meaning.
 
 No file that was there before is touched: a run folder may hold checkpoints of a real training.
-torch.distributed.checkpoint.save and async_save make the folder for what else the script puts there, write nothing into
-it, and take it away at the end if nothing is in it. torch.save and safetensors' save_file write up to 16 MiB of
+torch.distributed.checkpoint.save and async_save make the folder, since the script may put other files there. They write
+nothing into it and remove it at the end if it is empty. torch.save and safetensors' save_file write up to 16 MiB of
 tensors, and an empty file above. torch.distributed.checkpoint.load of a folder that has a checkpoint, or that this run
 has saved to, leaves the tensors as they are.
 """
@@ -139,8 +139,8 @@ def _replace(module: ModuleType, *functions) -> None:
 
 
 def _tensor_bytes(torch: ModuleType, obj: object) -> int:
-    """Of the storages that torch.save would write. An object that cannot be pickled is left to torch.save, which says
-    so."""
+    """Bytes of the storages that torch.save would write. An object that cannot be pickled is left to torch.save, which
+    says so."""
     import pickle
 
     sizes: dict[int, int] = {}

@@ -80,7 +80,7 @@ def _tell(torch: ModuleType, recorder: Recorder, end: str, error: BaseException 
 
 
 def _document(torch: ModuleType, recorder: Recorder, end: str, error: BaseException | None, place: str) -> dict:
-    """What the command reads (text.py, report.py and page.py beside site/)."""
+    """The document that the command reads (text.py, report.py and page.py beside site/)."""
     stretches = recorder.stretches
     place_in_job = recorder.place_in_job or (
         int(os.environ.get("RANK", the_run().rank)),

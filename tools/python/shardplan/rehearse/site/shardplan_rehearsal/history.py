@@ -135,7 +135,7 @@ def _event_of_peak(trace: list[dict]) -> int | None:
 
 
 def _known(alive: dict[int, Block], addresses: list[Known]) -> dict[int, Known]:
-    """What optimizers say of the blocks. An address counts while the block at it is the one that was there."""
+    """Roles that optimizers give to blocks. An address counts while the block at it is the one that was there."""
     found = {}
     for known in addresses:
         block = alive.get(known.address)

@@ -30,7 +30,7 @@ from typing import NoReturn
 
 from .run import the_run
 
-# What is read when libraries are loaded or modules imported.
+# Variables that are read when libraries are loaded or modules imported.
 _READ_EARLY = ("PYTORCH", "TORCH", "CUDA", "NCCL", "TRITON", "LD_", "PYTHON", "HF_", "TRANSFORMERS_")
 _NOT_READ_EARLY = ("TORCHELASTIC_", "TORCH_NCCL_")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -96,7 +96,7 @@ def receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _program(words: list[str]) -> dict | None:
-    """What the interpreter runs: a script or a module. None: something else, or with flags that a fork cannot have."""
+    """The script or module that the interpreter runs. None: something else, or with flags that a fork cannot have."""
     rest, unbuffered = words[1:], False
     while rest and rest[0] == "-u":
         rest, unbuffered = rest[1:], True
@@ -127,7 +127,7 @@ def _key() -> str:
 
 
 def _folder() -> str | None:
-    """Of this user alone; None: somebody else made it."""
+    """A folder of this user alone; None: somebody else made it."""
     path = os.path.join(tempfile.gettempdir(), f"shardplan-kept-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -141,7 +141,7 @@ def _socket_path() -> str | None:
 
 
 def start() -> None:
-    """Behind a run: a process for the next one, with the modules of this one. Where there is one already, nothing."""
+    """Behind a run: starts a process for the next one, with the modules of this one, unless there is one already."""
     path = _socket_path()
     if path is None or os.path.exists(path) or "SHARDPLAN_KEPT" in os.environ:
         return

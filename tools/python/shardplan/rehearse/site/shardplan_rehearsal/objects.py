@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that one rank sends and others receive. What this rank sends is recorded; what it receives comes from a
-recording of the sender's own rehearsal, which the command makes first where there is none.
+"""Objects that one rank sends and others receive. Objects that this rank sends are recorded. Objects that it receives
+come from a recording of the sender's own rehearsal, which the command makes first if there is none.
 
 A message is known by its ranks, its sender, its kind, and how many of those came before it.
 """

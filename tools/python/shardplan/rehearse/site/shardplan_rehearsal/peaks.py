@@ -42,7 +42,7 @@ class Peaks:
                 setattr(torch._C, name, own(getattr(torch._C, name)))
 
     def stats(self, device: int) -> dict:
-        """As the script sees them."""
+        """The statistics that the script sees."""
         return self._with_kept(device, self._read(device))
 
     def script_resets(self, device: int) -> None:

@@ -5,9 +5,9 @@ of optimizers.
     setup | forward | backward | (forward | backward ...) | optimizer | forward of the next step ...
           ^ first module       ^ autograd's engine ends    ^ Optimizer.step returns
 
-What follows a backward belongs to the optimizer where that comes next (clipping of gradients), else to the next
-forward. What follows an optimizer belongs to the next step's forward. A second optimizer without a backward in between
-is of the same step. A step has ended when the next module runs.
+Work behind a backward belongs to the optimizer if that comes next (clipping of gradients), else to the next forward.
+Work behind an optimizer belongs to the next step's forward. A second optimizer without a backward in between is of the
+same step. A step has ended when the next module runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stretch:
 
 
 class Known(NamedTuple):
-    """What an optimizer or a module says of one of its tensors."""
+    """An optimizer's or a module's description of one of its tensors."""
 
     stretch: int  # in which it says so
     address: int  # of the storage
@@ -131,7 +131,7 @@ class Recorder:
         self._close(phase)
 
     def place(self) -> str:
-        """Where the run is, for people."""
+        """The run's place, for people."""
         return self.phase if self.phase == SETUP else f"{self.phase} of step {self.step}"
 
     def _end_step(self) -> None:
@@ -145,7 +145,7 @@ class Recorder:
         self.step += 1
 
     def _forget_addresses(self) -> None:
-        """Those of a step that is not the peak: a long run would keep them all."""
+        """Drops addresses of a step that is not the peak: a long run would keep them all."""
         own = itertools.takewhile(lambda stretch: stretch.step == self.step, reversed(self.stretches))
         most = max((stretch.allocated_bytes for stretch in own), default=0)
         if most <= self._most_bytes:
@@ -211,7 +211,7 @@ def _tensors(state, depth: int = 0):
 
 
 def _address(tensor) -> int | None:
-    """Of the storage in device memory that this rank has of it."""
+    """Address of the storage in device memory that this rank has of the tensor."""
     try:
         tensor = getattr(tensor, "_local_tensor", tensor)
         if tensor is None or not tensor.is_cuda:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that imports torch is: a launcher, the rehearsed rank, or a child of it (a data loader's worker, a
+"""Roles of a process that imports torch: a launcher, the rehearsed rank, or a child of it (a data loader's worker, a
 compiler's)."""
 
 from __future__ import annotations
