@@ -23,12 +23,12 @@ _CODE_OR_LINK = re.compile(
 
 
 def project_version(text: str) -> str:
-    """Of CMakeLists.txt, its one place."""
+    """The version in CMakeLists.txt, its one place."""
     return re.search(r"^project\(shardplan VERSION ([0-9.]+)", text, re.MULTILINE)[1]
 
 
 def repository(citation: str) -> str | None:
-    """Of CITATION.cff, its one place: the address of the sources, or None while it names none."""
+    """The address of the sources in CITATION.cff, its one place; None while it names none."""
     found = re.search(r"^repository-code: *[\"']?(https://[^\s\"']+)", citation, re.MULTILINE)
     return found[1].rstrip("/") if found else None
 

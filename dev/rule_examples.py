@@ -157,7 +157,7 @@ EXAMPLES = (
 
 
 def shardplan(*arguments: object) -> str:
-    """What it prints."""
+    """The output of the command."""
     done = subprocess.run([PROGRAM, *map(str, arguments)], capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         sys.exit(
@@ -168,7 +168,7 @@ def shardplan(*arguments: object) -> str:
 
 
 def places(example: Example, lines: list[str]) -> list[int]:
-    """Of the changed line, the last first: a change moves those behind it."""
+    """Places of the changed line, the last first: a change moves those behind it."""
     steady = next(i for i, line in enumerate(lines) if line.startswith("step steady"))
     found = [i for i, line in enumerate(lines) if example.line in line]
     late = [i for i in found if i > steady] or found
@@ -209,7 +209,7 @@ def shown(lines: list[str], marks: set[int], sign: str) -> list[str]:
 
 
 def marked(example: Example, lines: list[str], wrong: list[str]) -> tuple[set[int], set[int]]:
-    """Of the right and of the wrong plan: the lines in which they differ, in the steady step or the tables."""
+    """Lines of the right and of the wrong plan that differ, in the steady step or the tables."""
     first = places(example, lines)[0]
     right_marks: set[int] = set()
     wrong_marks: set[int] = set()

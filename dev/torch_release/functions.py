@@ -126,7 +126,7 @@ def read_table(text: str) -> dict[str, Digests]:
 
 
 def compare(table: dict[str, Digests], base: str, found: Digests) -> list[Change]:
-    """What `found` has otherwise than the planned release `base`."""
+    """Differences between `found` and the planned release `base`."""
     changes = []
     for file in sorted(table[base].keys() | found.keys()):
         before, now = table[base].get(file, {}), found.get(file, {})

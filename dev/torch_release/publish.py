@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dev/release checks of a tree and of the files that are published, and what it leaves to a person."""
+"""Checks by dev/release of a tree and of the files that are published, and steps that it leaves to a person."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def _metadata(files: dict[str, bytes]) -> tuple[str, str]:
 
 
 def page_of(files: dict[str, bytes]) -> str:
-    """What an index shows of a wheel."""
+    """The page that an index shows for a wheel."""
     return _metadata(files)[1]
 
 
 def lacks(files: dict[str, bytes]) -> list[str]:
-    """What the wheel without torch has to have for an index and a type checker, and has not."""
+    """Parts that an index and a type checker need and the wheel without torch lacks."""
     head, page = _metadata(files)
     lines = [f"no {name}" for name in _TYPED if name not in files]
     lines += [f"no classifier {name}" for name in _CLASSIFIERS if f"\nClassifier: {name}" not in head]
@@ -100,7 +100,7 @@ def lacks(files: dict[str, bytes]) -> list[str]:
 
 
 def left_to_a_person(version: str, files: list[pathlib.Path], address: str | None) -> list[str]:
-    """What nobody but a person decides or has the right to do, in order."""
+    """Steps that only a person may decide or has the right to do, in order."""
     # A wheel of shardplan-torch names its torch in a local version (+torch2.15), and PyPI takes no local version.
     index = [str(file) for file in files if not file.name.startswith("shardplan_torch")]
     own = [str(file) for file in files if file.name.startswith("shardplan_torch")]
@@ -157,8 +157,8 @@ class FromSdist(Core):
 
 
 def check_pages(files: list[pathlib.Path], page: str, folder: pathlib.Path) -> list[str]:
-    """What `twine check --strict` finds, and whether the page renders as an index renders it, which twine does not try
-    for Markdown. The environment is made in the folder, and the page is left there: page.html."""
+    """The findings of `twine check --strict`, and whether the page renders as an index renders it; twine does not try
+    that for Markdown. The environment is made in the folder, and the page is left there: page.html."""
     log, programs = folder / "pages.log", folder / "pages" / "bin"
     for command in (
         [sys.executable, "-m", "venv", folder / "pages"],

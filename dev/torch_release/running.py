@@ -16,7 +16,7 @@ PROGRESS_S = 60
 
 @dataclass
 class Result:
-    """What a stage, or a part of one, came to."""
+    """The outcome of a stage, or of a part of one."""
 
     name: str
     result: str  # in a few words

@@ -229,7 +229,7 @@ def names(check: Check) -> Result:
 
 
 def _libraries(check: Check) -> tuple[list[pathlib.Path], str]:
-    """What is built against this torch, else what build/dev has."""
+    """Libraries that are built against this torch, else those of build/dev."""
     for folder in (check.build, ROOT / "build" / "dev"):
         found = [*folder.glob("device/libshardplan_device*.so"), *folder.glob("**/_shardplan*.so")]
         if found:

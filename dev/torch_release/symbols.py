@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this repository uses of torch by name and no header or signature promises: symbols, operators, attributes of
+"""Names of torch that this repository uses and no header or signature promises: symbols, operators, attributes of
 private modules.
 
 The names come from the built libraries and from the sources' syntax trees; whether a release has them, its libraries
@@ -160,7 +160,7 @@ class _Collector(ast.NodeVisitor):
 
 
 def python_uses(files: dict[str, str]) -> Uses:
-    """Of sources: place -> text."""
+    """Names that sources use. files: place -> text."""
     trees = {place: ast.parse(text) for place, text in files.items()}
     uses = Uses()
     for node in (node for tree in trees.values() for node in tree.body):
@@ -220,7 +220,7 @@ def exported(libraries: list[pathlib.Path]) -> set[str]:
 
 
 def needed(library: pathlib.Path) -> set[str]:
-    """What a built library asks of torch, CUDA and NCCL."""
+    """Symbols that a built library asks of torch, CUDA and NCCL."""
     return {name for name in _nm(library, "--undefined-only") if _OF_TORCH.match(name)}
 
 

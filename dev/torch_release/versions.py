@@ -38,7 +38,7 @@ def nearest(version: str, known: list[str]) -> str:
 
 
 def listed(output: str) -> list[str]:
-    """What `pip index versions torch` lists, newest first."""
+    """Releases that `pip index versions torch` lists, newest first."""
     found = _AVAILABLE.search(output)
     return [version.strip() for version in found[1].split(",")] if found else []
 

@@ -26,7 +26,7 @@ HEADING = [
     "|---|---|---|---|---|---|---|---|---|---|",
 ]
 EXAMPLES = ROOT / "examples"
-# What an adapter's wheel may be linked with: torch, what torch brings, and the runtimes of C and C++.
+# Libraries that an adapter's wheel may be linked with: torch, what torch brings, and the runtimes of C and C++.
 _PRESENT = re.compile(r"lib(torch\w*|c10\w*|cudart|nccl|c|m|stdc\+\+|gcc_s)\.so.*|ld-linux.*")
 
 
@@ -35,7 +35,7 @@ class Failed(Exception):
 
 
 def build_requirement(pyproject: str) -> str:
-    """Of pyproject.toml's build-system, the builder."""
+    """The builder in pyproject.toml's build-system."""
     return re.search(r'"(scikit-build-core[^"]*)"', pyproject)[1]
 
 
@@ -69,7 +69,7 @@ def pythons() -> dict[str, str]:
 
 
 def missing_libraries(dynamic: str) -> list[str]:
-    """Of what `readelf -d` prints, the libraries that a machine with torch need not have."""
+    """Libraries in the output of `readelf -d` that a machine with torch need not have."""
     return [name for name in re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic) if not _PRESENT.fullmatch(name)]
 
 
@@ -357,7 +357,7 @@ class Adapter(_Wheel):
             )
 
     def _install(self) -> None:
-        """What a user types; the adapter is compiled below."""
+        """Installs as a user would; the adapter is compiled below."""
         self._make_environment("fresh")
         if (
             self._pip(
@@ -390,7 +390,7 @@ class Adapter(_Wheel):
         self._drop_environment("fresh")
 
     def _try_all(self, what: str, cache: dict[str, str]) -> None:
-        """What README.md begins with, by the installed packages alone."""
+        """Runs the first commands of README.md by the installed packages alone."""
         here, command, python = (
             self._empty_folder(), self._program("fresh", "shardplan"), self._program("fresh", "python"),
         )

@@ -27,7 +27,7 @@ class Job:
     reference: bool = False  # the machine is measured by it; not predicted
 
     def traced(self) -> tuple:
-        """What `shardplan trace` calls: model, inputs and loss."""
+        """The callable for `shardplan trace`: model, inputs and loss."""
         ids, targets = (torch.zeros(self.batch, self.sequence, dtype=torch.long) for _ in range(2))
         return self.make(), (ids,), lambda logits: loss_fn(logits, targets)
 
@@ -35,8 +35,8 @@ class Job:
 def gpt(
     batch: int, config: GptConfig, sequence: int, adamw: bool, learning_rate: float, steps: int, reference: bool = False
 ) -> Job:
-    """On CPU ranks the default of both optimizers is a loop over the parameters, and AdamW's counts of steps are CPU
-    tensors as everything else: a plan has them in device memory where it is "capturable"."""
+    """On CPU ranks the default of both optimizers is a loop over the parameters. AdamW's counts of steps are CPU
+    tensors as everything else: a plan has them in device memory if it is "capturable"."""
     optimizer, planned = (torch.optim.AdamW, "adamw-forloop-capturable") if adamw else (torch.optim.SGD, "sgd-forloop")
     return Job(
         batch, sequence, config.vocabulary, lambda: Gpt(config), "blocks.*", optimizer, planned, learning_rate, steps,

@@ -5,11 +5,11 @@ lays both side by side.
     .venv/bin/python examples/predict_and_measure/predict_and_measure.py OUTPUT_FOLDER
         [--device cuda] [--runs 5] [--cluster here.json]
 
-The machine is measured first, unless --cluster gives what was measured before: kernels and collectives one by one
-(`shardplan calibrate`), then other, smaller jobs, whose measured steps correct a few figures (`calibrate --from`).
+The machine is measured first, unless --cluster gives an earlier measurement. Kernels and collectives are measured one
+by one (`shardplan calibrate`), then other, smaller jobs, whose steps correct a few figures (`calibrate --from`).
 Nothing is fitted to the steps that are predicted. OUTPUT_FOLDER gets the cluster, and for each job trace, plan and the
 measured report of each run; table.md has the times. Standard output says whether the memory of a step is the plan's, to
-the byte. (On a GPU the allocator may give a request up to 1 MiB more.) Run it on a machine that does nothing else.
+the byte. On a GPU the allocator may give a request up to 1 MiB more. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations

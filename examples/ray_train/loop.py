@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each worker runs: a loop of Ray Train as its users write it for FSDP2. `plan` is the port."""
+"""The function of each worker: a loop of Ray Train as its users write it for FSDP2. `plan` is the port."""
 
 from __future__ import annotations
 

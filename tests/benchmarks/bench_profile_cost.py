@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `shardplan.torch.profile` adds to a training step of a GPT of about 100 million parameters on CPU ranks (Gloo),
-or with SHARDPLAN_TEST_DEVICE=cuda on GPUs.
+"""The cost of `shardplan.torch.profile` in a training step of a GPT of about 100 million parameters on CPU ranks
+(Gloo), or with SHARDPLAN_TEST_DEVICE=cuda on GPUs.
 
     .venv/bin/python tests/benchmarks/bench_profile_cost.py [--ranks 2] [--steps 15] [--small]
 

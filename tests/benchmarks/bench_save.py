@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a save costs a training loop: steps of a model on local CPU ranks without a save, with one at once, and with one
-in the background.
+"""The cost of a save to a training loop: steps of a model on local CPU ranks without a save, with one at once, and with
+one in the background.
 
     .venv/bin/python tests/benchmarks/bench_save.py [--ranks 2] [--width 768] [--layers 8] [--steps 8] [--saves 3]
 
 Prints the median of a step, the seconds for which a save holds the loop (at once; in the background, the end included),
-and the steps that ran beside a background save, as ratios to the undisturbed step. Both ranks write to one disk, and
-share the cores with the thread that writes."""
+and the steps that ran beside a background save. All are ratios to the undisturbed step. Both ranks write to one disk,
+and share the cores with the thread that writes."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ sizes and policies.
 
     python3 tests/benchmarks/reshard_405b.py [--from 1024] [--to 768] [--config examples/models/llama-3.1-405b.json]
 
-Prints wall seconds and the largest memory of the command, for: fsdp2 to fsdp2, fsdp1 to fsdp2, fsdp2 to fsdp1, and
-fsdp2 over tensor parallelism of 8 to fsdp2, and the bytes that a rank is sent over what it holds. The bound that the
-task has is 10 s. SHARDPLAN_BUILD names the build."""
+Prints wall seconds and the largest memory of the command, and the bytes that a rank is sent over what it holds. Cases:
+fsdp2 to fsdp2, fsdp1 to fsdp2, fsdp2 to fsdp1, and fsdp2 over tensor parallelism of 8 to fsdp2. The bound that the task
+has is 10 s. SHARDPLAN_BUILD names the build."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ STATES = ("", "exp_avg", "exp_avg_sq")
 
 
 def units_of(config: dict) -> list[list[tuple[str, list[int], int]]]:
-    """Of every unit: (name, shape, dimension that tensor parallelism cuts)."""
+    """Parameters of every unit: (name, shape, dimension that tensor parallelism cuts)."""
     hidden, middle, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     kv = hidden // heads * kv_heads

@@ -5,7 +5,7 @@
         [--gibibytes 10] [--from 8] [--to 6] [--rounds 1] [--folder out]
 
 Makes a checkpoint of torch.distributed.checkpoint on so many ranks, copies it with `cp -r`, and rewrites it for the
-other number of ranks; each is flushed (`sync -f`) within its time and reads the source from the disk, not from the page
+other number of ranks. Each is flushed (`sync -f`) within its time and reads the source from the disk, not from the page
 cache. Prints seconds, their ratio and the peak of the resident set. All that is made is removed. The task's bounds are
 1.3 and the budget. SHARDPLAN_BUILD names the build."""
 

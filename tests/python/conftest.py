@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python tests share: where the repository and the built programs are."""
+"""Shared by the Python tests: the places of the repository and of the built programs."""
 
 import contextlib
 import gc
@@ -63,7 +63,7 @@ def free_port() -> int:
 
 
 def installed_pytorch() -> str:
-    """The release of the installed torch, as a strategy names it: "2.15". What differs between releases in a test asks
+    """The release of the installed torch, as a strategy names it: "2.15". Tests that differ between releases ask
     here."""
     return ".".join(importlib.metadata.version("torch").split(".")[:2])
 

@@ -3,9 +3,9 @@
 seconds, longer than most of them.
 
 The server is multiprocessing's fork server, one for each run of pytest, which starts it when it is first asked. It has
-no thread and no process group, and has run no backward; every program is a fork of its own. What needs an interpreter
-of its own is started as ever: torchrun, a preloaded library, environment variables that torch reads when it is
-imported.
+no thread and no process group, and has run no backward; every program is a fork of its own. Programs that need an
+interpreter of their own are started as ever: torchrun, a preloaded library, environment variables that torch reads when
+it is imported.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Program:
         self._process.kill()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """As Popen's."""
+        """The same as Popen's."""
         self._process.join(timeout)
         if self.returncode is None:
             self._process.kill()

@@ -39,7 +39,7 @@ def checkout(source: pathlib.Path, commit: str, out: pathlib.Path) -> pathlib.Pa
 
 
 def peaks(report: pathlib.Path) -> dict:
-    """What `shardplan rehearse --report` says of the whole run, in bytes."""
+    """Peaks of the whole run in the report of `shardplan rehearse`, in bytes."""
     memory = json.loads(report.read_text())["memory"]
     return {"allocated": memory["peak_bytes"], "reserved": memory["reserved_bytes"]}
 

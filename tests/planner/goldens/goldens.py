@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each golden plan says, and the documents made of it (README.md)."""
+"""Golden plans, and the documents made of them (README.md)."""
 
 import json
 import pathlib
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 GOLDENS = pathlib.Path(__file__).parent
 ROOT = GOLDENS.parents[2]
-# Lines of a difference that say in other words what the rest says.
-# What is done on demand follows from the units and is checked by the verifier.
+# Lines of a difference that say in other words what the rest says. Instructions on demand follow from the units; the
+# verifier checks them.
 BESIDE_THE_POINT = re.compile(
     r"procedure |.*[.]on_demand|plan (digests|cluster|mesh|world_size)|cluster |segment |strategy |(unit|buffer) .* "
     r"parameters: "
@@ -55,7 +55,7 @@ def run(program: pathlib.Path, *arguments) -> subprocess.CompletedProcess:
 
 
 def difference(golden: Golden, program: pathlib.Path) -> str:
-    """What difference.txt has to say: the plan's difference to the base's plan and the verifier's verdict, or the
+    """The expected difference.txt: the plan's difference to the base's plan and the verifier's verdict, or the
     refusal."""
     knob = golden.knob
     trace, ranks = knob.get("trace", "small"), knob.get("ranks", 2)
@@ -81,7 +81,7 @@ def difference(golden: Golden, program: pathlib.Path) -> str:
         lines = [line for line in diff.stdout.splitlines() if not BESIDE_THE_POINT.match(line)]
         verdict = run(program, "validate", out / "plan.json")
         said = (verdict.stdout + verdict.stderr).replace(str(out / "plan.json"), "plan").strip()
-        # Of several violations the first tells it.
+        # The first of several violations is enough.
         said = re.sub(r"\n\nplan: .*(?=\nplan: \d+ violations$)", "\n", said, flags=re.DOTALL)
         # The first line counts triggers and instructions; the goldens are about what differs.
         said = "\n".join(line for line in said.splitlines() if not line.startswith("plan: plan of "))

@@ -114,7 +114,7 @@ def with_plan(model: nn.Module, plan: str) -> nn.Module:
 
 @dataclasses.dataclass
 class Run:
-    """What a training run leaves: per step the loss; at the end this rank's part of every parameter and optimizer
+    """The result of a training run: per step the loss; at the end this rank's part of every parameter and optimizer
     state, named by how it was cut. Parts that are equal on every rank are equal wholes, without a collective for
     each."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_offload.py: activations in host memory, next to real FSDP2."""
+"""Functions that run on the ranks in test_adapter_offload.py: activations in host memory, next to real FSDP2."""
 
 from __future__ import annotations
 

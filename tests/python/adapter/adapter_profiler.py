@@ -42,8 +42,8 @@ def ranges_of_a_step(trainer: Trainer, step: int) -> list[str]:
 
 
 def ranges_of_all(cases: list[Case], plans: dict[str, str]) -> dict[str, tuple[set[str], set[str], list[str]]]:
-    """By case: those of the plan, FSDP2's, and those of the plan's instructions. Of the second step: the first one
-    makes streams and states."""
+    """Ranges by case: those of the plan, FSDP2's, and those of the plan's instructions. They are of the second step:
+    the first one makes streams and states."""
     found = {}
     for of in cases:
         mesh = make_mesh(of)
@@ -58,7 +58,7 @@ def ranges_of_all(cases: list[Case], plans: dict[str, str]) -> dict[str, tuple[s
 
 
 def ranges_on_demand(of: Case, plan: str) -> tuple[set[str], set[str]]:
-    """Of an evaluation that the plan does not have."""
+    """Ranges of an evaluation that the plan does not have."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -33,7 +33,7 @@ COLUMNS, ROWS = ("up.weight", "up.bias"), ("down.weight",)
 
 
 def _placement(fqn: str) -> dict | None:
-    """Of the parameters of parallel layers: column-wise up, row-wise down (its bias replicated)."""
+    """Placement of a parameter of parallel layers: column-wise up, row-wise down (its bias replicated)."""
     if not fqn.startswith("layers."):
         return None
     if fqn.endswith(COLUMNS):

@@ -15,7 +15,7 @@ from equivalence import Case, Fsdp2Calls, Trainer, compare_training, make_mesh, 
 from equivalence_families import CASES as FAMILIES
 from equivalence_settings import CASES as SETTINGS
 
-# What `auto` refuses, and says how it is planned instead.
+# Cases that `auto` refuses, saying how they are planned instead.
 REFUSED = {
     "flattened_but_for_one_unit": "units on several meshes",
     **{

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_auto_features.py: sp.auto, its plans on disk, its search, and the setters of
+"""Functions that run on the ranks in test_auto_features.py: sp.auto, its plans on disk, its search, and the setters of
 FSDPModule, next to real FSDP2."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make(**arguments) -> nn.Module:
 
 
 def apply_fsdp(model: nn.Module, shard: Callable, **arguments) -> None:
-    """As a user has it, for either."""
+    """A user's function, for either."""
     for layer in model.layers:
         shard(layer, **arguments)
     shard([model.head], **arguments)
@@ -335,7 +335,7 @@ def symmetric_memory() -> str:
 
 
 def is_an_fsdp_module() -> str:
-    """As libraries ask, and what they find."""
+    """Questions of libraries, and the answers that they find."""
     model = make()
     sp.unit(model.layers[0])
     sp.auto(model, quiet=True)

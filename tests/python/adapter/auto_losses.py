@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that call a unit several times, next to real FSDP2 and FSDP1: in chunks, each with a backward of its own
-inside of the loss (torchtitan's), with the setters that it makes around them and without."""
+"""Losses that call a unit several times, next to real FSDP2 and FSDP1. They run in chunks, each with a backward of its
+own inside of the loss (torchtitan's), with the setters that it calls around them and without."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _in_chunks(model: nn.Module, hidden: torch.Tensor, sets: bool) -> torch.Tens
 
 
 def traced(batch: int, seq: int) -> tuple:
-    """What `shardplan trace` calls."""
+    """The callable for `shardplan trace`."""
     model = Body()
     return model, (torch.zeros(4, 8),), lambda hidden: _in_chunks(model, hidden, sets=False)
 
 
 def _plan(folder: pathlib.Path, *flags: str, modules: tuple[str, ...] = ("layers.*", "head")) -> str:
-    """Of the trace, by the commands with these units and flags; made by the first rank. The strategy has no program:
-    the trace's calls are the step's."""
+    """The plan of the trace, by the commands with these units and flags; made by the first rank. The strategy has no
+    program: the trace's calls are the step's."""
     trace, plan = folder.parent / "chunks.trace.json", folder / "chunks.plan.json"
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,8 +109,8 @@ def _trained(model: nn.Module, sets: bool) -> dict[str, torch.Tensor]:
 
 def backwards_inside_the_loss(how: str, folder: str) -> tuple[float, str]:
     """how: under sp.auto "with" the setters around the chunks or "without", or by a "planned" step that must not
-    deviate; "planned_in_root": the head is no unit, so that no hook runs in the backwards of the chunks. "flat": under
-    FSDP1."""
+    deviate. The way "planned_in_root": the head is no unit, so that no hook runs in the backwards of the chunks. The
+    way "flat": under FSDP1."""
     if how.startswith("flat"):
         return _flat(how == "flat_bf16", folder)
     theirs = _trained(_marked(fully_shard, fully_shard, head=how != "planned_in_root"), how == "with")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripts as torchtitan has them, next to real FSDP2: parameters on the meta device that are filled behind auto, ties
-that this makes, and parameters on FSDP's own mesh. What test_auto_features.py runs on the ranks."""
+that this makes, and parameters on FSDP's own mesh. test_auto_features.py runs them on the ranks."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def ties_made_behind_auto() -> str:
 
 
 class Tied(nn.Module):
-    """What `tie` makes one, behind the units: embedding, head and `again`, each a unit."""
+    """A model whose embedding, head and `again`, each a unit, become one parameter by `tie`, behind the units."""
 
     def __init__(self, rows: int = 16) -> None:
         super().__init__()
@@ -391,8 +391,8 @@ def meta_without_initialization() -> str:
 
 
 def dp_mesh_dims_of_units() -> tuple[float, str]:
-    """As torchtitan's full_dtensor has it: parameters are DTensors on the whole mesh, and each call names FSDP's
-    dimensions."""
+    """Parameters are DTensors on the whole mesh, and each call names FSDP's dimensions, as with torchtitan's
+    full_dtensor."""
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("dp_shard", "tp"))
     arguments = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp_shard")}
 

@@ -38,8 +38,8 @@ class Case:
     arguments: dict = dataclasses.field(default_factory=dict)  # of the model's constructor
     strategy: dict = dataclasses.field(default_factory=dict)  # without "schema" and "policy"
     ranks: int = 2
-    # What is traced: forwards (with gradients or not) in groups, each with one backward of its summed losses. A call's
-    # `trace` is the number of the forward or of the backward.
+    # The passes that are traced: forwards (with gradients or not) in groups, each with one backward of its summed
+    # losses. A call's `trace` is the number of the forward or of the backward.
     groups: tuple[tuple[bool, ...], ...] = ((True,),)
     checkpoint: tuple[str, ...] = ()  # modules wrapped in checkpoint_wrapper by the user, innermost first
     optimizer: str = "adamw"
@@ -158,7 +158,7 @@ def _set_knobs(case: Case, model: nn.Module) -> None:
 
 
 def fsdp_mesh(case: Case, rule: dict, mesh):
-    """What a user gives fully_shard, of a mesh whose dimensions data_parallel names."""
+    """The mesh that a user gives fully_shard: the dimensions that data_parallel names."""
     named = rule.get("data_parallel") or case.strategy.get("data_parallel")
     if named is None:
         return mesh
@@ -304,7 +304,7 @@ class Trainer:
         return self.case.strategy.get("program") or DEFAULT_PROGRAM
 
     def has_grad(self, call: dict) -> bool:
-        """Of a forward: it records gradients."""
+        """Whether a forward records gradients."""
         return [grad for group in self.case.groups for grad in group][call.get("trace", 0)]
 
     def rank(self) -> int:
@@ -367,13 +367,14 @@ def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Te
     return worst
 
 
-# Where kernels run when they are launched: else it is by chance when a block that another stream used comes back.
+# Memory is compared if kernels run when they are launched: else it is by chance when a block that another stream used
+# comes back.
 COMPARES_MEMORY = DEVICE == "cuda" and os.environ.get("SHARDPLAN_DEVICE_MODE") == "inline"
 MORE_BYTES = 1024  # blocks of the allocator that a kernel takes for itself beside others
 
 
 class DeviceMemory:
-    """What one training has allocated on a GPU where another one's models are, too."""
+    """Memory that one training has allocated on a GPU where another one's models are, too."""
 
     def __init__(self) -> None:
         self.alive_bytes = 0
@@ -469,7 +470,7 @@ def compare_on_ranks(cases: list[Case], folder: pathlib.Path, plans: dict[str, s
 
 
 def verdict(case: Case, results: list[dict]) -> str:
-    """What is wrong with a case of compare_on_ranks; "" when ours equals theirs on every rank."""
+    """The fault of a case of compare_on_ranks; "" when ours equals theirs on every rank."""
     for rank, result in enumerate(results):
         what, *details = result[case.name]
         if what != "difference":

@@ -295,7 +295,7 @@ MODELS = {
     "t5": Model(build_t5, _t5_inputs),
     "vit": Model(build_vit, lambda generator: {"pixel_values": torch.randn(BATCH, 3, 16, 16, generator=generator)}),
 }
-# Where the units of each are: the repeated blocks.
+# The units of each: its repeated blocks.
 BLOCKS = {
     "mlp": "layers.*",
     "gpt": "blocks.*",

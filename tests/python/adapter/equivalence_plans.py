@@ -25,8 +25,8 @@ def trace_key(case) -> str:
 
 
 def compute_dtype(case) -> str:
-    """Of the trace. Kernels of the low precision make gradients of other dtypes only of the norms that the case
-    names."""
+    """The trace's compute dtype. Kernels of the low precision make gradients of other dtypes only of the norms that the
+    case names."""
     low = case.strategy.get("mixed_precision", {}).get("param_dtype") or case.arguments.get("dtype")
     return low if low and "norm" in case.arguments else "float32"
 

@@ -25,7 +25,7 @@ DTYPES = [
 
 
 def random_arguments(draw: random.Random, ties: bool, freezable) -> dict:
-    """Of the model. ties: there may be tied parameters. `freezable(layers)`: names of what may be frozen."""
+    """Arguments of the model. ties: there may be tied parameters. `freezable(layers)`: names of what may be frozen."""
     layers = draw.randint(1, 4)
     arguments: dict = {"layers": layers, "width": draw.randint(3, 12), "hidden": draw.randint(2, 15)}
     arguments["bias"] = draw.random() < 0.7
@@ -78,7 +78,7 @@ def _units(draw: random.Random, shape: str, layers: int) -> list[dict]:
 
 
 def _flattened(draw: random.Random, units: list[dict]) -> dict:
-    """What a strategy for four ranks says of a mesh of two dimensions that FSDP's are flattened from."""
+    """Fields of a strategy for four ranks about a mesh of two dimensions that FSDP's are flattened from."""
     if draw.random() < 0.3:
         for unit in units:
             unit.pop("reshard_after_forward", None)  # replicate() does not take it

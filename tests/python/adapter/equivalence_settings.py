@@ -66,7 +66,7 @@ GROUPED_HEAD = [
 CHUNKS = {"outputs": "chunks"}
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
-# Of modules of two units: FSDP2 refuses them since 2.15.
+# FSDP2 refuses ties across units since 2.15.
 TIES_ARE_REFUSED = hasattr(FSDPState, "_validate_no_duplicate_params")
 LOOKS_INTO_DATACLASSES = hasattr(_common_utils, "collect_grad_tensors")  # FSDP2's hooks, since 2.15
 TIED_ACROSS_UNITS = [

@@ -123,7 +123,7 @@ def copies_kept_while_they_are_read() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """What FSDP1 needs on the CPU to do what it does on a GPU; there it needs that its copies are kept."""
+    """Makes FSDP1 do on the CPU what it does on a GPU; on a GPU it keeps FSDP1's copies."""
     from shardplan_conformance.fsdp1_apply import runs_on_the_cpu
 
     if DEVICE != "cpu":

@@ -44,7 +44,7 @@ def _units(draw: random.Random, shape: str, layers: int) -> list[dict]:
 
 
 def _program(draw: random.Random) -> dict:
-    """What a step does: `program` and, where a forward has no gradients, `groups`."""
+    """The calls of a step: `program` and, if a forward has no gradients, `groups`."""
     kind = draw.choice(["", "", "", "accumulate", "no_sync", "evaluate"])
     if kind == "accumulate":
         count = draw.randint(2, 3)

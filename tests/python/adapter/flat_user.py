@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_flat_user.py: what a user does to a flat model between steps, next to real
-FSDP1."""
+"""Functions that run on the ranks in test_adapter_flat_user.py: what a user does to a flat model between steps, next to
+real FSDP1."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def changed_summoned(case: Case, plan: str) -> tuple[float, str]:
 
 
 def replaced_by_another_shape(case: Case, plan: str) -> list[str]:
-    """What both say. Both ranks hold a part of the parameter."""
+    """The messages of both. Both ranks hold a part of the parameter."""
     said = []
     for model in models_of(case, plan):
         train(case, model, 1)
@@ -202,7 +202,7 @@ def gradients_summoned(case: Case, plan: str) -> tuple[float, str]:
 
 
 def summoned_on_rank_0(case: Case, plan: str) -> tuple[float, str]:
-    """What each rank sees inside; training goes on undisturbed."""
+    """Parameters that each rank sees inside; training goes on undisturbed."""
     import shardplan.torch as sp
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user does that a plan does not have, under real FSDP2 (FSDP1) and by a plan, on the same ranks.
+"""Actions of a user that a plan does not have, under real FSDP2 (FSDP1) and by a plan, on the same ranks.
 
 `PYTHONPATH=tools/python .venv/bin/python tests/python/adapter/off_plan.py [NAME ...]` prints the table: what PyTorch
 does, what happens here with on_deviation="stop" and with "replan". Every case has to end as PyTorch does, bit for bit,
@@ -7,8 +7,8 @@ or with a message that names the module or parameter and the way out.
 
 A case is a function of a Side, which makes models of one kind (PyTorch's, or by a plan) and notes what is seen. It runs
 once for each kind; what was seen is compared. Both kinds have process groups of their own, and the ranks wait for each
-other after each run without a collective: one that hangs, dies or leaves the other rank behind ends the processes, and
-the cases that are left go on in new ones.
+other after each run without a collective. A case that hangs, dies or leaves the other rank behind ends the processes,
+and the cases that are left go on in new ones.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _outcome(side: Side, ended: tuple[str, str], theirs: Side | None, tolerance:
 
 
 def _of_all_ranks(name: str, own: str) -> list[str]:
-    """What each rank says; empty when one does not come. Without a collective, which a rank may not reach."""
+    """The words of all ranks; empty when one does not come. Without a collective, which a rank may not reach."""
     store = dist.distributed_c10d._get_default_store()
     keys = [f"off_plan/{name}/{rank}" for rank in range(RANKS)]
     store.set(keys[dist.get_rank()], own)
@@ -229,7 +229,7 @@ def _run_kinds(case: OffPlan, kinds: list[str], plan: str, folder: str, note: Ca
 
 
 def run_cases(left: list[tuple[str, list[str]]], plans: dict[str, str], folder: str) -> None:
-    """Of cases by name: those kinds. Writes what each comes to, as soon as it is known."""
+    """Runs cases, by name, of those kinds. Writes the outcome of each as soon as it is known."""
     import off_plan_all  # noqa: F401, all cases
 
     path = pathlib.Path(folder, f"outcomes{dist.get_rank()}")
@@ -330,7 +330,7 @@ def run_all(names: list[str], folder: pathlib.Path, build: pathlib.Path) -> dict
 
 
 def verdict(case: OffPlan, kind: str, outcome: dict, theirs: dict) -> str:
-    """What is wrong with it; "" when nothing is. theirs: PyTorch's outcome."""
+    """The fault of it; "" when there is none. theirs: PyTorch's outcome."""
     what, message = outcome["what"], outcome["message"]
     if what == "runs":
         if outcome["difference"]:

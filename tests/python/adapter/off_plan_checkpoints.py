@@ -92,7 +92,7 @@ def flat_orig_checkpoint_flattened(side: Side) -> None:
 
 
 def _from_rank_0(side: Side) -> None:
-    """What the first rank holds is for all. PyTorch's part is given it on every rank."""
+    """The first rank's state is for all. PyTorch's part is given it on every rank."""
     model = side.model()
     optimizer = _adamw(model)
     side.train(model, optimizer, 0, 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_optim_states.py: optimizer state dicts by FSDP1's names, next to real FSDP1
-and to plain models."""
+"""Functions that run on the ranks in test_adapter_optim_states.py: optimizer state dicts by FSDP1's names, next to real
+FSDP1 and to plain models."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Job:
         }
 
     def given(self) -> dict:
-        """What binds the search, by the names of --fix, is in it."""
+        """The given strategy has what binds the search, by the names of --fix."""
         strategy = self.usual()
         strategy["units"] = [*({"modules": [part]} for part in self.parts), *strategy["units"]]
         if self.checkpoint:

@@ -89,7 +89,7 @@ def auto(sets_of_step: list[list[list[int]]]) -> tuple[float, list[str]]:
 
 
 def stops(plan: str, sets_of_step: list[list[list[int]]]) -> list[str]:
-    """What each step raises under on_deviation="stop"; the first one ends it."""
+    """The error of each step under on_deviation="stop"; the first one ends it."""
     model = sp.apply(make(), plan)
     rank = dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

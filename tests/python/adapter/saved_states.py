@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_saved_states.py: checkpoints that one job writes and another loads."""
+"""Functions that run on the ranks in test_adapter_saved_states.py: checkpoints that one job writes and another
+loads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What apply refuses before anything is communicated: a plan that does not verify, and ranks that are about to do
+"""Refusals of apply before anything is communicated: a plan that does not verify, and ranks that are about to do
 different things."""
 
 import copy

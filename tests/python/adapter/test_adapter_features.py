@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users do besides a plain loop, by a plan and by real FSDP2 on the same ranks: hooks on gradients, optimisers in
-the backward, collectives of their own, models from the meta device, whole parameters for a while, steps that leave the
-plan, checkpoints of model and optimiser."""
+"""Features besides a plain loop, by a plan and by real FSDP2 on the same ranks: hooks on gradients, optimisers in the
+backward, collectives of the user's, models from the meta device. Also whole parameters for a while, steps that leave
+the plan, checkpoints of model and optimiser."""
 
 import adapter_features
 import adapter_tensor_parallel

@@ -11,7 +11,7 @@ from adapter_workers import run_on_ranks
 from conftest import build_folder
 from equivalence_plans import make_plans
 
-# What FSDP2 records though it has nothing to do: a prefetch of what is gathered. A plan has no instruction there.
+# Ranges of FSDP2 in which it has nothing to do: a prefetch of a gathered unit. A plan has no instruction there.
 ONLY_FSDP2 = {"keeps": {"FSDP::backward_prefetch for layers.0"}}
 
 
@@ -39,8 +39,8 @@ def test_the_ranges_are_those_of_fsdp2(outcomes, name):
 
 @pytest.mark.parametrize("name", [of.name for of in adapter_profiler.CASES])
 def test_every_instruction_of_the_step_has_a_range(outcomes, plans, name):
-    """But for compute, behind which the model runs. What ends a step (zero_grad) is passed with the next forward: there
-    it is that of the step before."""
+    """But for compute, behind which the model runs. The end of a step (zero_grad) is passed with the next forward: the
+    range is of the step before."""
     document = json.loads(pathlib.Path(plans[name]).read_text())
     step = document["steps"][document.get("steady_step", 0)]
     planned = collections.Counter(

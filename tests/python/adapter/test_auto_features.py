@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sp.auto besides a plain port: arguments of fully_shard, plans that are kept, the search, setters that make plans,
-errors; and the page that says what to write in place of each argument and method has all of them."""
+errors. The page that says what to write in place of each argument and method has all of them."""
 
 import inspect
 import re

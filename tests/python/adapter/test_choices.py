@@ -32,7 +32,7 @@ CHOICES = {(name, parameter): hint for name, parameter, hint in parameters() if 
 
 
 def call(name: str, parameter: str, value: str) -> None:
-    """Of a model without process groups: any value that is a choice fails later, for want of them."""
+    """Calls the function without process groups: any value that is a choice fails later, for want of them."""
     model = nn.Linear(2, 2)
     if name == "apply":
         sp.apply(model, "no such plan.json", **{parameter: value})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the installed FSDP2 reads of parameters, modules and calls is in an outline and in a trace, or there is a reason
+"""An outline and a trace have all that the installed FSDP2 reads of parameters, modules and calls, or there is a reason
 why not.
 
 The lists come from its source: every attribute that it asks a parameter or a module for. A release that reads another
@@ -23,7 +23,7 @@ from shardplan.torch._model.units import Arguments
 
 pytestmark = pytest.mark.skipif(installed_pytorch() != "2.15", reason="the lists are of 2.15")
 
-# What its variables and members call them.
+# Names of its variables and members.
 PARAMETERS = {
     "param", "p", "parameter", "new_param", "orig_param", "sharded_param", "unsharded_param", "_unsharded_param",
     "_sharded_post_forward_param", "padded_sharded_param",
@@ -56,7 +56,7 @@ OF_PARAMETERS = {
     "_post_accumulate_grad_hooks": "registered behind auto; the runtime asks the parameter itself (HasGradHooks)",
     "_fsdp_orig_uid": "a number of FSDP2's own",
 }
-# Of FSDPParam, which are variables of the same names; derived from what is above.
+# Members of FSDPParam that are variables of the same names, derived from those above.
 OF_FSDP_PARAM = {
     "_unsharded_param", "may_reduce_grad_outside_dp", "orig_dtype", "padded_sharded_param_size", "param_dtype",
     "reduce_dtype", "sharded_param", "sharded_size", "unsharded_grad_data", "unsharded_grad_dtype", "unsharded_param",
@@ -172,7 +172,7 @@ for how, before, after in zip(("outline", "trace"), entries(changed("")), entrie
 
 
 def entries(model: nn.Module) -> tuple[list[dict], list[dict]]:
-    """Of the model's parameters, in its outline and in its trace."""
+    """Entries of the model's parameters, in its outline and in its trace."""
     from shardplan.tracer import session
 
     said = outline(model)["parameters"]

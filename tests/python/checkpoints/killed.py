@@ -31,7 +31,7 @@ def large_state(megabytes: int) -> dict:
 
 
 def run(command: list[str], seconds: float | None, when: Callable[[], bool] = lambda: True) -> str | None:
-    """What it said. None: it was killed with all its threads, so many seconds after `when` came true."""
+    """The command's output. None: it was killed with all its threads, so many seconds after `when` came true."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not when() and process.poll() is None:
         time.sleep(0.001)
@@ -51,7 +51,7 @@ def went_on(said: str) -> bool:
 
 
 def lines_noted(partial: pathlib.Path) -> int:
-    """Of what is written, for a run that goes on. The first says of which run."""
+    """Lines that note what is written, for a run that goes on. The first says of which run."""
     try:
         return (partial / JOURNAL).read_bytes().count(b"\n")
     except OSError:

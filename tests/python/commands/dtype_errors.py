@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch says of dtypes on two Gloo ranks: `dtype_errors.py CASE ...` prints a line of JSON for each: {"case",
+"""torch's errors about dtypes on two Gloo ranks: `dtype_errors.py CASE ...` prints a line of JSON for each: {"case",
 "error"}; "" where the step works. A case is "KIND:ARGUMENT:...", a function of KINDS. `dtype_errors.py --traces FOLDER
 MODEL ...` writes traces of MODELS."""
 

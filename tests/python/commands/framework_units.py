@@ -137,7 +137,7 @@ def fsdp2_units(model):
         parameters = sorted(
             f"{names[p._module_info.module]}.{p._module_info.param_name}".lstrip(".") for p in group.fsdp_params
         )
-        # What reshard_after_forward=None is for the root FSDP2 decides before the first forward: false.
+        # FSDP2 decides reshard_after_forward=None of the root before the first forward: false.
         found.append((parameters, group.post_forward_mesh_info is not None and model not in group.modules))
     return sorted(found)
 
@@ -167,7 +167,7 @@ def with_accelerate(model, policy, plugin_options):
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         state = types.SimpleNamespace(fsdp_plugin=plugin)
-        # What the function asks of an Accelerator, which would want an accelerator.
+        # The parts of an Accelerator that the function asks for; a real one would want an accelerator.
         job = types.SimpleNamespace(
             state=state, torch_device_mesh=None, mixed_precision="no", is_main_process=True, device=torch.device("cpu")
         )

@@ -378,7 +378,8 @@ class Costs:
 
     # -- collectives --
     def placements(self, group):
-        """Of every group of the communicator: nodes, fewest and most members in a node, groups in one of its nodes."""
+        """Placement of every group of the communicator: nodes, fewest and most members in a node, groups in one of its
+        nodes."""
         if group in self.groups:
             return self.groups[group]
         communicator = self.document.plan["communicators"][group]
@@ -461,7 +462,7 @@ class Costs:
         return self.modelled(kind, ranks, amount, nodes, fewest, most, beyond_pod)
 
     def roads(self, nodes, fewest, most, beyond_pod):
-        """What the links do under each protocol: (name, a step inside, a step outside, rate inside, rate outside);
+        """Figures of the links under each protocol: (name, a step inside, a step outside, rate inside, rate outside);
         None: not used."""
         links = self.cluster["links"]
         outer = links[1] if nodes > 1 and len(links) > 1 else None
@@ -610,7 +611,7 @@ def plain(name):
 
 
 def class_of(name):
-    """As the page of the cluster document has the classes: the first that has the whole name, or a part of it."""
+    """The class, by the page of the cluster document: the first that has the whole name, or a part of it."""
     for entry in CLASSES:
         if plain(name) in entry["names"] or any(part in plain(name) for part in entry["parts"]):
             return entry["class"]
@@ -689,7 +690,7 @@ def duration_in(points, amount):
 
 # ---- a step as work ----
 class Item:
-    """What the host issues at one place."""
+    """An item that the host issues at one place."""
 
     def __init__(self, where, kind, phase):
         self.where, self.kind, self.phase = where, kind, phase
@@ -1039,7 +1040,7 @@ class Machine:
         return ppm * 60 * left // (len(waiting) * load)
 
     def activity(self):
-        """What the device does now: the model before copies, copies before collectives, these before the host's
+        """The device's activity now: the model before copies, copies before collectives, these before the host's
         link."""
         doing = []
         for item in self.works("compute"):

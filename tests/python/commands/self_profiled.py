@@ -61,7 +61,7 @@ def raised(function, *arguments, **options) -> str:
 
 
 def misuse(plan: str) -> dict[str, str]:
-    """What is said, by what was done."""
+    """Messages by what was done."""
     training = Training(plan)
     said = {}
     for name, options in (

@@ -38,8 +38,8 @@ def test_what_does_not_exist_is_named_with_its_line(tmp_path, text, fault):
 
 
 def flags_of_commands():
-    """What the pages give to each command: {"memory": {"--rows": "docs/reference/memory.md", ...}, ...}; a line that
-    ends in a backslash goes on."""
+    """Flags that the pages give to each command: {"memory": {"--rows": "docs/reference/memory.md", ...}, ...}; a line
+    that ends in a backslash goes on."""
     flags: dict[str, dict[str, str]] = {}
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         text = page.read_text().replace("\\\n", " ")

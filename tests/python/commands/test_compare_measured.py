@@ -88,7 +88,7 @@ def test_what_was_simulated_is_read_back(name, shardplan, planned, tmp_path):
     ]
     assert kernels[0].keys() == kernels[1].keys()
     for key, (count, busy) in kernels[0].items():
-        # What collectives slow is spread over a pass there, over a segment here.
+        # Time lost to collectives is spread over a pass there, over a segment here.
         assert kernels[1][key][0] == count and kernels[1][key][1] == pytest.approx(
             busy, rel=0.06, abs=0.003 * report["step_ns"]
         ), key

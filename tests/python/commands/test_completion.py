@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `shardplan --completion` prints completes commands, their flags (those of programs in Python, too) and files."""
+"""The script of `shardplan --completion` completes commands, their flags (those of programs in Python, too) and
+files."""
 
 import subprocess
 
@@ -8,7 +9,7 @@ from writers import commands, program
 
 
 def completed(*words: str, cwd=None) -> list[str]:
-    """Of the last word, by bash."""
+    """Completions of the last word, by bash."""
     line = " ".join(f"'{word}'" for word in (program(), *words))
     script = (
         f'eval "$({program()} --completion bash)"; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shardplan; printf '

@@ -89,7 +89,7 @@ def run(kind, hosts, rows, named=True, groups=None, per_iteration=False, stamps=
 
 
 def old_run(kind, hosts, rows):
-    """Of 2.10: no program, no group, `redop` without `root`, blank where there is none."""
+    """Output of 2.10: no program, no group, `redop` without `root`, blank where there is none."""
     text = (
         "# nThread 1 nGpus 8 minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20 validation: 1 "
         "\n#\n# Using devices\n"
@@ -161,7 +161,7 @@ def test_several_runs_in_one_file_under_a_launcher(tmp_path):
     for tag in ("[1,0]<stdout>:", "0: ", " 3: "):
         tagged = "".join(tag + line for line in echoed.splitlines(keepends=True))
         assert read(tmp_path, tagged) == read(tmp_path, echoed), tag
-    # What the first run was says nothing of one that does not say it.
+    # A run that does not say its kind does not have that of the first run.
     (tmp_path / "two.log").write_text(parts[2] + unnamed)
     done = cost(tmp_path / "two.log", "--cluster", "h100_sxm_64")
     assert done.returncode == 3 and "--collective" in done.stderr

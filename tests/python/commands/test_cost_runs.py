@@ -22,7 +22,7 @@ COLUMNS = [
     "activation_checkpointing", "tokens_per_second_per_gpu",
 ]
 ROW = ["h100_sxm", 8, "1b", 24, 2048, 16, 2048, 14, 1, "full_shard", "false", 45455]
-# Of MosaicML's benchmark tables for llm-foundry; none of them is one that the shipped documents were fitted to.
+# Rows of MosaicML's benchmark tables for llm-foundry; the shipped documents were fitted to none of them.
 PUBLISHED = [
     ["h100_80gb", 256, "7b", 32, 4096, 32, 2048, 6, 1, "full_shard", "false", 10119],
     ["h100_80gb", 8, "3b", 32, 2560, 20, 8192, 3, 6, "full_shard", "false", 16578],

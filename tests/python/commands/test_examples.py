@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every examples/*/ that has expected.txt: its `run` prints exactly that. Those that take minutes run in the nightly
+"""Every examples/*/ that has expected.txt: its `run` prints exactly that. Examples that take minutes run in the nightly
 series (SHARDPLAN_LONG_EXAMPLES)."""
 
 import os
@@ -26,7 +26,7 @@ def test_every_example_says_what_it_prints():
 
 @pytest.mark.parametrize("folder", EXAMPLES, ids=lambda p: p.name)
 def test_example_prints_what_is_expected(folder: pathlib.Path, tmp_path: pathlib.Path):
-    # Of those in C++: the compiler's optimisations take longer than what they run.
+    # Examples in C++: the compiler's optimisations take longer than what they run.
     env = {
         **os.environ, "CMAKE_BUILD_TYPE": "Debug", "RUNS": "1", "SHARDPLAN_BUILD": str(build_folder()),
         "PATH": f"{build_folder() / 'bin'}:{os.environ['PATH']}",

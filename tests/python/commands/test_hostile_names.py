@@ -26,7 +26,7 @@ HOSTILE = {
     "long": "layers" + "x" * 20_000,
     "markup": "</script><script>alert(1)</script><!--&amp;]]>@MODEL@CLUSTER@PEAK@ABOUT@RESERVED{}{0}%s$(id)",
 }
-# What a terminal obeys, or a person does not see. Lines may end.
+# Characters that a terminal obeys, or a person does not see. Lines may end.
 HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 RECORDINGS, CASE = ROOT / "tests" / "conformance" / "fsdp2", "mlp3_default_w2"
 HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()

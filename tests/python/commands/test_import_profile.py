@@ -83,7 +83,7 @@ def test_every_kernel_of_a_gpu_is_counted_once(name, policy, plans, imported):
     assert abs(
         sum(entry["busy_ns"] for entry in report["collectives"]) - sum(1000 * k["dur"] for k in nccl)
     ) <= 2 * len(nccl)
-    # What the model, the loss and the optimizer ran is in one class, and in one unit, or counted as in none.
+    # Work of the model, the loss and the optimizer is in one class, and in one unit, or counted as in none.
     of_classes = sum(entry["busy_ns"] for entry in report["operators"] if entry["phase"] != "optimizer")
     of_units = sum(unit["forward_ns"] + unit["backward_ns"] for unit in report["units"])
     assert of_classes == of_units + report["measured"]["unassigned_ns"]

@@ -14,7 +14,7 @@ from conftest import ROOT, build_folder
 
 KINDS = ["trace", "cluster", "strategy", "plan", "report", "state_layout", "reshard"]
 
-# What a JSON Schema cannot say: that what is referred to exists, is unique, or is in order.
+# Rules that a JSON Schema cannot say: that what is referred to exists, is unique, or is in order.
 BEYOND_SCHEMA = [
     "a backward of a micro-batch that has had no forward",
     "procedures are ordered by unit and by kind",
@@ -33,7 +33,7 @@ BEYOND_SCHEMA = [
     "the source of a figure is said twice",
     "a segment that makes gradients is backward",
 ]
-# What one part of a document has to say of another is checked apart from the fields (CheckTrace, CheckStrategy).
+# Rules between parts of a document are checked apart from the fields (CheckTrace, CheckStrategy).
 CHECKS = ["strategy_check.cc", "trace_check.cc", "trace_modules_check.cc"]
 
 

@@ -28,7 +28,7 @@ def shardplan(*arguments: object, cwd: pathlib.Path | None = None) -> subprocess
 
 
 def by_name(shipped: str) -> list[str]:
-    """What a user says."""
+    """A user's arguments."""
     model, _, seq = shipped.partition(".seq")
     return [model, *(["--seq", seq] if seq else [])]
 

@@ -115,7 +115,7 @@ def memory_of(plan):
 
 
 def figures(document, machines, alone):
-    """What a report says of time, from the naive simulator."""
+    """A report's figures of time, from the naive simulator."""
     last, plan = machines[-1], document.plan
     sums = last.sums
     communication = sums["communication"]
@@ -218,7 +218,7 @@ def autograd_adds_up(document):
 
 
 def compare(name, plan, memory, cluster, report, spans):
-    """What differs, "" if nothing does."""
+    """The difference; "" if there is none."""
     document = naive_simulator.Document(plan, cluster)
     machines, alone = naive_simulator.simulate(document)
     naive, product = {**figures(document, machines, alone), **memory}, reported(report)

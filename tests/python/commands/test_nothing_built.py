@@ -17,7 +17,7 @@ PAGES = ROOT / "docs" / "reference" / "help"
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> pathlib.Path:
-    """What tools/shardplan reads, with a tools/build that leaves a mark."""
+    """A copy of the files that tools/shardplan reads, with a tools/build that leaves a mark."""
     root = tmp_path_factory.mktemp("clone")
     (root / "tools").mkdir()
     shutil.copy(ROOT / "tools" / "shardplan", root / "tools")

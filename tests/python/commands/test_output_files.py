@@ -29,7 +29,7 @@ each_writer = pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writ
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """What commands read, in a folder of its own."""
+    """Inputs of commands, in a folder of their own."""
     folder = tmp_path_factory.mktemp("inputs")
     files = {
         "trace": folder / "trace.json", "plan": folder / "plan.json", "log": folder / "log.json", "null": "/dev/null",
@@ -112,7 +112,7 @@ def test_nothing_else_in_the_sources_writes_files():
 )
 @pytest.mark.parametrize("flag", ["-o", "--html", "reshard-checkpoint"])
 def test_an_output_that_grows_or_is_a_folder_cannot_be_written(flag, out, why, tmp_path):
-    """Of the commands whose outputs are no single file, written at once."""
+    """Commands whose outputs are no single file, written at once."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text(OLD)
     (tmp_path / "state.safetensors").write_bytes(TENSORS)

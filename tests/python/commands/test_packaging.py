@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose torch a build takes, and what find_package finds without one."""
+"""The torch that a build takes, and the targets that find_package finds without one."""
 
 import os
 import pathlib
@@ -59,7 +59,7 @@ def test_the_interpreter_that_builds_a_wheel_is_asked_first(tmp_path):
     given = interpreter(tmp_path, "given", has_torch=True)
     path = on_path.parent
     assert configured(tmp_path, path) == "on_path"
-    # As scikit-build-core says them, of a virtual environment that is not on PATH.
+    # scikit-build-core gives these for a virtual environment that is not on PATH.
     assert configured(tmp_path, path, f"-DPython3_EXECUTABLE={pips}") == "pips"
     assert configured(tmp_path, path, f"-DPython_EXECUTABLE={pips}") == "pips"
     assert configured(tmp_path, path, f"-DPython3_EXECUTABLE={without}") == "on_path"
@@ -150,7 +150,7 @@ def pyproject(folder: pathlib.Path) -> dict:
 
 
 def settings_of(folder: pathlib.Path) -> dict:
-    """Of the provider of the wheel's metadata."""
+    """Settings of the provider of the wheel's metadata."""
     settings = pyproject(folder)["tool"]["dynamic-metadata"][0]
     assert settings["provider"]["module"] == wheel_metadata.__name__
     assert (
@@ -218,7 +218,7 @@ def test_the_builder_of_a_wheel_is_the_projects():
 
 
 def test_the_environment_of_tools_setup_has_the_package(tmp_path):
-    """As README.md has it: no PYTHONPATH, from any folder."""
+    """The commands of README.md work without PYTHONPATH, from any folder."""
     python = ROOT / ".venv" / "bin" / "python"
     if not python.exists() or not list(ROOT.glob(".venv/lib/python3*/site-packages/shardplan.pth")):
         pytest.skip("tools/setup has not run")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front page and the guide: every command that a page shows with a prompt prints what the page says.
 
-A block begins a command with "$ "; a line that ends in a backslash goes on. What follows is its output, "..." stands
-for any lines. Commands of a page run in one folder, in their order, with the repository's `tools` and `examples` in it.
-A comment `<!-- files: NAME=PATH ... -->` puts files of the repository there under a name; a Python block that begins
-with "# NAME.py" is that file, a C++ block that begins with "// NAME" and a CMake block that begins with "#
-CMakeLists.txt" likewise. All other C++ blocks of a page with a CMakeLists.txt are compiled, too, each as the body of a
-function (CONTEXT). PREFIX is a folder with shardplan installed.
+A block begins a command with "$ "; a line that ends in a backslash goes on. Its output follows, "..." stands for any
+lines. Commands of a page run in one folder, in their order, with the repository's `tools` and `examples` in it. A
+comment `<!-- files: NAME=PATH ... -->` puts files of the repository there under a name. A Python block that begins with
+"# NAME.py" is that file; a C++ block that begins with "// NAME" and a CMake block that begins with "# CMakeLists.txt"
+likewise. All other C++ blocks of a page with a CMakeLists.txt are compiled, too, each as the body of a function
+(CONTEXT). PREFIX is a folder with shardplan installed.
 """
 
 import gzip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dev/release checks of the tree, of the wheels and of the page on an index."""
+"""Checks by dev/release of the tree, of the wheels and of the page on an index."""
 
 import pathlib
 import subprocess

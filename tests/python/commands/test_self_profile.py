@@ -66,7 +66,7 @@ def simulated(shardplan, plan: pathlib.Path) -> dict:
 
 
 def check(report: dict, plan: pathlib.Path, expected: dict) -> None:
-    """What holds of every report of a plan that measured itself."""
+    """Checks that every report of a plan that measured itself has to pass."""
     jsonschema.validate(report, json.loads((ROOT / "schemas" / "json" / "report.schema.json").read_text()))
     assert report["plan_digest"] == expected["plan_digest"]
     assert [one["kind"] for one in report["instructions"]] == planned(plan)

@@ -29,7 +29,7 @@ def site(tmp_path_factory):
 
 
 class Fetched(html.parser.HTMLParser):
-    """What a browser fetches to show the page."""
+    """Files that a browser fetches to show the page."""
 
     def __init__(self):
         super().__init__()

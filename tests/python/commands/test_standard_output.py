@@ -144,7 +144,7 @@ def test_help_that_nobody_can_read(command, plans):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bytes_printed", [1, 100_000])
 def test_python_commands_say_it_too(way, bytes_printed, plans):
-    """What every Python command runs in, without the seconds that torch takes."""
+    """The frame that every Python command runs in, without the seconds that torch takes."""
     code = (
         "from shardplan import command\ndef main():\n    print('x' * int(sys.argv[1]))\n    return "
         "0\ncommand.run('shardplan trace', main)"

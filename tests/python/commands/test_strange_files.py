@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may give in place of a file: every command says what is wrong, in one line, with the code of the kind of
-fault. And every command that reads a plan reads its text form."""
+"""Odd things that a user may give in place of a file: every command says what is wrong, in one line, with the code of
+the kind of fault. And every command that reads a plan reads its text form."""
 
 import json
 import os
@@ -81,7 +81,7 @@ if HAS_EXECUTOR:
 SLOW = {"run", "run --report", "trace", "sweep", "sweep --cluster", "sweep --merge", "calibrate --base", "conformance"}
 # Commands that answer for each thing that they are asked, and say in the answer what is wrong: their exit codes.
 ANSWERS = {"sweep": 1, "sweep --cluster": 1, "evaluate": 0}
-# What is not read from front to back, or not by the command itself.
+# Commands that do not read the file from front to back, or not by themselves.
 NO_PIPES = {"conformance", "sweep", "sweep --cluster", "evaluate", "reshard-checkpoint", "trace", "run --report"}
 
 

@@ -134,8 +134,8 @@ def test_a_budget_decides_what_fits(tmp_path):
 
 
 def test_the_fewest_ranks_that_fit(whole, tmp_path):
-    """What the allocator reserves falls from 0.88 GiB on one rank to 0.71 on four; a budget between two numbers of
-    ranks, asked of the commands themselves."""
+    """Reserved memory falls from 0.88 GiB on one rank to 0.71 on four; the budget, asked of the commands themselves,
+    lies between two numbers of ranks."""
     path = tmp_path / "rows.csv"
     done = sweep(TRACE, "--solve", "min-ranks", "--budget", "0.72GiB", "-o", path)
     assert done.returncode == 0, done.stderr
@@ -315,7 +315,7 @@ def test_one_process_answers_as_the_commands_do(tmp_path):
 
 @pytest.mark.parametrize("flags", [[], ["--reshard-after-forward", "false"]])
 def test_a_plan_on_another_cluster_is_the_one_that_is_made_for_it(tmp_path, flags):
-    """What the device's libraries take goes by the device: cuBLAS's workspace differs."""
+    """Memory of the device's libraries goes by the device: cuBLAS's workspace differs."""
     reports = []
     for made_for, on in (("a100_80_64", "h100"), ("h100", "h100")):
         plan, report = tmp_path / "plan.json", tmp_path / "report.json"

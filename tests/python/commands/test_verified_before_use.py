@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans are verified by every command that uses them: an edited one is refused with the verifier's words, one that
-carries a fault of PyTorch's is used with a warning, and what is carried cannot hide anything else."""
+"""Every command verifies the plans that it uses. An edited one is refused with the verifier's words. One that carries a
+fault of PyTorch's is used with a warning, and the fault cannot hide anything else."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def faulty(shardplan, tmp_path_factory):
 
 
 def places(plan, kind):
-    """Of all instructions of that kind in the step that repeats."""
+    """Places of all instructions of that kind in the step that repeats."""
     triggers = plan["steps"][-1]["triggers"]
     return [
         (t, i)
@@ -58,7 +58,7 @@ def without(plan, place):
 
 
 def uses(shardplan, plan, folder, *flags):
-    """What each command says of the plan."""
+    """The words of each command about the plan."""
     path = folder / "edited.json"
     path.write_text(json.dumps(plan))
     return {

@@ -40,7 +40,7 @@ class Writer:
         return f"{self.command} {self.flag}"
 
     def says(self, content: bytes) -> object:
-        """What two runs have in common."""
+        """The part of the content that two runs have in common."""
         return {field: json.loads(content)[field] for field in self.same} if self.same else content
 
 

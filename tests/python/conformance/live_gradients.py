@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of FSDP2 2.15 about what gradients are in and when they are reduced: norms and other parameters in low
-precision, Tensor.grad_dtype, backwards that the user finalizes, units that a checkpointed function calls several times,
-meshes that replicate alone."""
+"""Cases of FSDP2 2.15 about the dtypes of gradients and the moments of their reduction. They have norms and other
+parameters in low precision, Tensor.grad_dtype, backwards that the user finalizes, units that a checkpointed function
+calls several times, and meshes that replicate alone."""
 
 import itertools
 
@@ -234,7 +234,7 @@ def _raised() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """Of PyTorch 2.15."""
+    """Cases of PyTorch 2.15."""
     return [
         *_raised(), *_norms(), *_grad_dtypes(), *_finalized_by_hand(), *_in_chunks(), *_heads_apart(), *_replicated(),
     ]

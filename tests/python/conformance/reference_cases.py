@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases in the form of the recordings of FSDP1 that the recordings given do not have: encoder-decoders, whose decoder's
-blocks all read one tensor and pass the position bias through, and checkpoints around and inside units. `python -m
-reference_recorder reference_cases:cases FOLDER` records them."""
+"""Cases in the form of the recordings of FSDP1 that the given recordings do not have. They are encoder-decoders, whose
+decoder's blocks all read one tensor and pass the position bias through, and checkpoints around and inside units.
+`python -m reference_recorder reference_cases:cases FOLDER` records them."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ class Calls:
 
 
 class Moments:
-    """What the units pass in a backward."""
+    """The moments that the units pass in a backward."""
 
     def __init__(self, model: nn.Module, units: list[str]):
         self.events: list[list] = []

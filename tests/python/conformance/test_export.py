@@ -47,7 +47,7 @@ def traced(fake, make, folder):
 
 
 def differs(fake, make, folder, name, script) -> str:
-    """What `shardplan-conformance` says against what FSDP2 issues under the script; "": it is the plan."""
+    """The words of `shardplan-conformance` against the events of FSDP2 under the script; "": it is the plan."""
     recording.write(
         functools.partial(make, str(script)),
         functools.partial(fake.record, functools.partial(make, str(script))),
@@ -106,8 +106,8 @@ def test_a_changed_file_does_not(shardplan, fake, name, old, new, tmp_path):
 
 @pytest.mark.parametrize("seed", RANDOM)
 def test_random_strategies(shardplan, fake, seed, tmp_path):
-    """Random models and knobs. What the file is not written for is refused with its place; setters that are not before
-    a forward are the loop's."""
+    """Random models and knobs. Knobs that the file is not written for are refused with their places; setters that are
+    not before a forward are the loop's."""
     make = functools.partial(random_exported, seed)
     try:
         name = traced(fake, make, tmp_path)

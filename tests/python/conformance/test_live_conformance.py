@@ -73,7 +73,7 @@ def reference_case(policy: str, name: str) -> Case:
 
 
 def recordings(policy: str) -> pathlib.Path:
-    """Those of the installed torch, where it has its own."""
+    """The recordings of the installed torch, if it has its own."""
     folder = ROOT / "tests" / "conformance"
     own = folder / f"{policy}_{installed_pytorch().replace('.', '')}"
     return own if own.is_dir() else folder / policy

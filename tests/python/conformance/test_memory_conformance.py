@@ -88,7 +88,7 @@ def test_the_command_prints_a_table_and_writes_rows(shardplan, tmp_path):
     assert "peak in the backward, layers.1" in table.stdout
     rows = shardplan(*given, "--rows", "-", "-q", "--no-kernel-temporaries")
     assert json.loads(rows.stdout)["peak"]["total_bytes"] == case["peak"]["step2"]["total"]
-    # What kernels take comes on top, as categories of their own.
+    # Memory inside of kernels comes on top, as categories of its own.
     with_kernels = json.loads(shardplan(*given, "--rows", "-", "-q").stdout)
     extra = dict(zip(with_kernels["categories"], with_kernels["peak"]["by_category"], strict=True))
     kernels = extra["kernel_temp"] + extra["cublas_workspace"]

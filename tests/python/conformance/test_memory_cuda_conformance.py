@@ -16,7 +16,7 @@ CASES = memory.read_cases(FOLDER, [])
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    """What `memory --rows` says of every case, by its name."""
+    """The output of `memory --rows` for every case, by its name."""
     return compute_all(FOLDER, CASES, tmp_path_factory)
 
 

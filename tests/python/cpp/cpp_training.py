@@ -23,7 +23,7 @@ REFERENCE = pathlib.Path(__file__).with_name("reference_training.py")
 
 @dataclasses.dataclass
 class Finished:
-    """Of each rank: the lines that it printed, its exit code, and what it said on standard error."""
+    """The end of a run, by rank: the lines that it printed, its exit code, and its standard error."""
 
     lines: list[list[str]]
     codes: list[int]

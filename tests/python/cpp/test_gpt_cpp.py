@@ -26,7 +26,7 @@ def plans(tmp_path_factory, shardplan):
 
 
 class Ranks:
-    """A program as ranks of one job. What each prints and says goes to files of `folder`."""
+    """A program as ranks of one job. Their output goes to files of `folder`."""
 
     def __init__(self, folder: pathlib.Path, ranks: int, command: list[object], **more: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's libraries ask of the CUDA runtime and of NCCL, by name. Needs no torch: dev/check_torch asks it of
+"""Names that torch's libraries ask of the CUDA runtime and of NCCL. Needs no torch: dev/check_torch asks it of
 releases that are not installed."""
 
 import pathlib

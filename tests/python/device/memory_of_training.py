@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains by real FSDP2 or FSDP1 on a device on which nothing computes, as rank 0 of a world of any size, and prints
-what the caching allocator says, over all steps and at points of the last one: `memory_of_training.py CASE.json`, where
-the case has the knobs and the model's sizes of a recording of memory."""
+"""Trains by real FSDP2 or FSDP1 on a device on which nothing computes, as rank 0 of a world of any size. Prints the
+caching allocator's figures, over all steps and at points of the last one. `memory_of_training.py CASE.json`: the case
+has the knobs and the model's sizes of a recording of memory."""
 
 import contextlib
 import gc
@@ -137,7 +137,7 @@ STATISTICS = ("requested", "allocated", "active", "reserved")
 
 
 class Rows:
-    """What the allocator says at points of the last step: before FSDP1's and behind FSDP2's hook ahead of a unit's
+    """The allocator's figures at points of the last step: before FSDP1's and behind FSDP2's hook ahead of a unit's
     forward, behind the one after it."""
 
     def __init__(self, model: torch.nn.Module, knobs: dict):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What PyTorch's own host code takes inside of kernels, on a device on which nothing computes: `record_kernels.py`
-prints a JSON document with, for each operator of a list of random ones, the bytes of the storages that it reads and
-writes and, in order, what it takes ("+", bytes) and gives back ("-", which of those taken), and where it allocates its
-outputs ("o"). `tests/simulator/kernels_215.json` is its output with torch 2.15, `kernels_211.json` with 2.11;
-`kernel_recordings_test.cc` compares the formulas with both."""
+"""Memory that PyTorch's own host code takes inside of kernels, on a device on which nothing computes.
+`record_kernels.py` prints a JSON document with the bytes of the storages that each operator of a list of random ones
+reads and writes. In order follow the blocks that it takes ("+", bytes) and gives back ("-", which of those taken), and
+where it allocates its outputs ("o"). `tests/simulator/kernels_215.json` is its output with torch 2.15,
+`kernels_211.json` with 2.11; `kernel_recordings_test.cc` compares the formulas with both."""
 
 import json
 import random

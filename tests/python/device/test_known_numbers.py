@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host reads on a device on which nothing computes (device/kernels/numbers.h, device/nccl/played.h)."""
+"""Numbers that the host reads on a device on which nothing computes (device/kernels/numbers.h,
+device/nccl/played.h)."""
 
 import subprocess
 import sys

@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import on_device
 
-# By mode, in one process each. What breaks the device comes last.
+# Functions by mode, in one process each. One that breaks the device comes last.
 RUNS = {
     "inline": ("allocator", "training", "operators", "mistakes"),
     "lazy:1": ("training", "operators", "random_numbers", "order"),

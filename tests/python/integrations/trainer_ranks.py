@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_trainer.py: transformers' Trainer and a loop of accelerate's, under FSDP2 or by
-plans."""
+"""Functions that run on the ranks in test_trainer.py: transformers' Trainer and a loop of accelerate's, under FSDP2 or
+by plans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 def _as_torchrun() -> None:
-    """What accelerate reads of the environment."""
+    """Sets the variables that accelerate reads."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1",
@@ -90,7 +90,7 @@ def trainer(folder: str, by_plans: bool, resume: bool, accumulate: int) -> dict:
         "eval": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "predicted": float(made.predict(samples(4, 3)).metrics["test_loss"]),
     }
-    # What accelerate calls the whole state is one of DTensors on CPU ranks, under FSDP2, too.
+    # accelerate's whole state consists of DTensors on CPU ranks, under FSDP2, too.
     state = {name: whole(tensor).clone() for name, tensor in made.accelerator.get_state_dict(made.model).items()}
     if dist.get_rank() == 0:
         made.accelerator.unwrap_model(made.model).save_pretrained(pathlib.Path(folder) / "saved", state_dict=state)

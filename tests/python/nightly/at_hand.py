@@ -15,7 +15,7 @@ from conftest import ROOT, build_folder
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The package as the wheel lays it out. What it links is kept in build/at_hand."""
+    """The package as the wheel lays it out. Its libraries are kept in build/at_hand."""
     made, build = tmp_path_factory.mktemp("site"), ROOT / "build" / "at_hand"
     options = [
         "-DSKBUILD=2", "-DSKBUILD_SCRIPTS_DIR=bin", "-DSKBUILD_DATA_DIR=data", "-DSHARDPLAN_EXECUTOR=OFF",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the nightly series, one after the other, within a time that it divides among them; each goes on where it was.
 
-Parts of one to three minutes, of the series that has had the least time. out/nightly/state.json remembers how far each
-came and is written after every part; an interrupted run loses the part it was in. The table is
-out/nightly/YYYY-MM-DD-HHMM.md, and what failed is kept in out/nightly/failures: the commands, what they said and what
-they left.
+Parts of one to three minutes, of the series that has had the least time. The file out/nightly/state.json remembers how
+far each came and is written after every part; an interrupted run loses the part it was in. The table is
+out/nightly/YYYY-MM-DD-HHMM.md, and failures are kept in out/nightly/failures: the commands, their output and the files
+that they left.
 """
 
 from __future__ import annotations

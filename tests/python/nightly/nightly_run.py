@@ -24,7 +24,7 @@ SLACK = 1.25  # a part may take so much longer than the last one of that size
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a series is asked to run: `count` positions or, of a series that goes on by one, a size."""
+    """A part of a series: `count` positions or, in a series that goes on by one, a size."""
 
     position: int
     count: int
@@ -53,7 +53,7 @@ class Series:
 
 @dataclasses.dataclass
 class Row:
-    """Of the table. covered: positions, until a finite series has run once as a whole."""
+    """A row of the table. covered: positions, until a finite series has run once as a whole."""
 
     parts: int = 0
     count: Count = Count()
@@ -123,7 +123,7 @@ class Night:
         return least * SLACK <= left
 
     def count(self, series: Series) -> int:
-        """Of the next part: what takes PART_AIM_S, or the time that is left, at the last part's pace."""
+        """The count of the next part, which takes PART_AIM_S, or the time that is left, at the last part's pace."""
         place = self.place(series)
         if place.seconds == 0:
             return series.count

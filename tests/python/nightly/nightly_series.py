@@ -214,8 +214,8 @@ def live(part: Part) -> list[Step]:
 
 
 def checkpoints(part: Part) -> list[Step]:
-    """Of a seed: states through all formats and layouts, damaged files, rewrites and saves that are killed; what FSDP1
-    makes at another world size; what is saved on some ranks and loaded on others."""
+    """Checks of a seed: states through all formats and layouts, damaged files, rewrites and saves that are killed;
+    FSDP1's states at another world size; states that some ranks save and others load."""
     seeds = " ".join(str(seed) for seed in range(part.position, part.position + part.count))
     recorded = ("5-flat-6", "6-orig-9", "7-flat-5", "3-orig-7")[part.position % 4]
     kills = str(part.count + 1)

@@ -312,7 +312,7 @@ def test_a_wrong_name_is_a_usage_error(capsys):
 
 
 def test_every_series_of_the_table_makes_its_steps(tmp_path, monkeypatch):
-    """Those that need no build."""
+    """Series that need no build."""
     from nightly_run import Part
 
     monkeypatch.setattr(nightly_series, "fuzz_targets", lambda preset: ["plan"])

@@ -76,7 +76,7 @@ def await_start(fault: Fault, started: Started) -> dict[int, int] | None:
     everybody = list(range(fault.ranks()))
     while len(started.pids()) < fault.ranks() and time.monotonic() < deadline:
         time.sleep(0.01)
-    # What a rank that dies before this does to the others is PyTorch's, in training.
+    # A rank that dies before this in training is PyTorch's matter.
     word = "step 1 took" if not fault.connecting else "is in the group" if fault.program == "apply" else ""
     complete = time.monotonic()
     while not all(word in started.text(rank) for rank in everybody):

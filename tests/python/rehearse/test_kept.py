@@ -48,7 +48,7 @@ def _wait_for_socket(folder: pathlib.Path) -> None:
 
 
 def _figures(text: str) -> list[str]:
-    """What is printed, without the seconds."""
+    """The printed figures, without the seconds."""
     return re.sub(r", [\d.]+ s$", "", text[text.index("rehearsed:") :], flags=re.MULTILINE).splitlines()
 
 

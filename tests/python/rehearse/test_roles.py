@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process is, and where steps and phases begin and end: without torch."""
+"""Roles of processes, and the begin and end of steps and phases: without torch."""
 
 import subprocess
 import sys

@@ -41,7 +41,7 @@ class Forward:
 
 @dataclass
 class Case:
-    """What to record.
+    """A case to record.
 
     model: makes the model, on the CPU; called on every rank, with the same random seed.
     forwards: the inputs, on every rank of the same shapes. `{"call": "forward", "trace": i}` of the program runs
@@ -171,7 +171,7 @@ def planner_strategy(case: Case) -> dict:
 
 
 def load_cases(source: str) -> list[Case]:
-    """What `MODULE:FUNCTION` returns: a case or several. Raises CaseError."""
+    """The case or cases that `MODULE:FUNCTION` returns. Raises CaseError."""
     module_name, _, function_name = source.partition(":")
     if not module_name or not function_name:
         raise CaseError(f'"{source}" is not MODULE:FUNCTION')

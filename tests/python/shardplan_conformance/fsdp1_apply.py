@@ -206,7 +206,7 @@ def _size_based_policy(sizes: dict) -> Callable:
 
 @contextlib.contextmanager
 def runs_on_the_cpu() -> Iterator[None]:
-    """What parameters on the host and compressing hooks need on a machine without an accelerator: memory is not pinned,
+    """Lets parameters on the host and compressing hooks work on a machine without an accelerator: memory is not pinned,
     a stream of the CPU is always done, and no memory waits for one."""
     missing = not hasattr(torch.cpu.Stream, "synchronize")
     pin_memory, record_stream = torch.Tensor.pin_memory, torch.Tensor.record_stream

@@ -118,7 +118,7 @@ class AppliedFsdp2:
         return {name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in named}
 
     def _dims_by_parameter(self, rules: list[dict]) -> dict[nn.Parameter, int]:
-        """Of the first rule that names the parameter, by any of its names."""
+        """The dimension of the first rule that names the parameter, by any of its names."""
         dims: dict[nn.Parameter, int] = {}
         for rule in rules:
             for name, parameter in self._named_parameters().items():

@@ -117,8 +117,7 @@ class Fsdp2Events(EventLog):
         inside = self._within(original)
 
         def replaced(group, *args, **kwargs):
-            # Where a forward ran a part of the group only; releases that complete groups then wait for the reduction at
-            # once.
+            # A forward ran a part of the group only; releases that complete groups then wait for the reduction at once.
             partly = (
                 installed_fsdp.COMPLETES_GROUPS
                 and len(group.modules) > 1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recorder meets differently in the releases of PyTorch that it knows. It looks at what the installed one has,
-not at its number.
+"""Differences between the releases of PyTorch that a recorder knows. It looks at what the installed one has, not at its
+number.
 
 | | 2.11 | 2.15 |
 |---|---|---|
@@ -40,7 +40,7 @@ COMPLETES_GROUPS = hasattr(states.FSDPState, "_force_complete_incomplete_states"
 
 
 def existing(owner, names: tuple[str, ...]) -> list[str]:
-    """Those of the names that the installed release has."""
+    """The names that the installed release has."""
     return [name for name in names if hasattr(owner, name)]
 
 
@@ -52,13 +52,13 @@ def parameter_groups(unit: nn.Module) -> list:
 
 
 def mesh_info(mesh: DeviceMesh):
-    """Of a mesh that parameters are placed on: the last dimension shards, one before it replicates. PyTorch wants one
-    object for all of them."""
+    """The mesh info of parameters that are placed on a mesh: the last dimension shards, one before it replicates.
+    PyTorch wants one object for all of them."""
     return common.HSDPMeshInfo(mesh, 1, 0) if mesh.ndim == 2 else common.FSDPMeshInfo(mesh, 0)
 
 
 def placed_on(info, placement):
-    """What shard_placement_fn returns for a parameter on another mesh than its unit's."""
+    """The result of shard_placement_fn for a parameter on another mesh than its unit's."""
     return common.ShardPlacementResult(placement=placement, mesh_info=info)
 
 

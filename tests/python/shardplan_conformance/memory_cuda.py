@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recordings of real PyTorch on its real CUDA caching allocator: the allocator's own statistics at every hook.
 
-A case has `knobs` and `model` as the other recordings of memory, and `rows` with `columns`: at every hook of every step
-the bytes that are requested, allocated (blocks handed out), active (and those whose free waits for another stream),
-reserved, and the number of segments; `rounded` is what is not freed yet, each request rounded up to 512. `peak` has, by
-step, peaks of these and how often the driver was called.
+A case has `knobs` and `model` as the other recordings of memory, and `rows` with `columns`. A row has, at a hook of a
+step, the bytes that are requested, allocated (blocks handed out), active (and those whose free waits for another
+stream), reserved, and the number of segments. `rounded` is what is not freed yet, each request rounded up to 512.
+`peak` has, by step, peaks of these and how often the driver was called.
 
 The device that it was recorded on is `fast` (what is enqueued is done at once) or `slow` (nothing is done before the
 host waits for it).
@@ -31,7 +31,7 @@ _OF_END = {
 
 
 def options(case: dict) -> list[str]:
-    """Of `shardplan memory`. The memory of a device in software is mapped downwards."""
+    """Options of `shardplan memory`. The memory of a device in software is mapped downwards."""
     knobs = case["knobs"]
     addresses = "down" if str(case.get("device", "")).startswith("software") else "up"
     frees = "late" if knobs["device"] == "slow" else "at-once"

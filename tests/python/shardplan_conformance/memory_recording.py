@@ -64,7 +64,7 @@ def is_timeline_case(document) -> bool:
 
 
 def is_allocator_case(document) -> bool:
-    """Of memory_cuda.py."""
+    """Whether it is a case of memory_cuda.py."""
     return isinstance(document, dict) and {"knobs", "model", "columns", "rows", "peak"} <= document.keys()
 
 

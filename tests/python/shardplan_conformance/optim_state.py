@@ -4,7 +4,7 @@ slice for slice.
 
 A case is a folder with layout.json (which parameters each unit flattens), local_optim_state.rank<r>.pt (what each
 rank's optimizer has), full_optim_state.pt and sharded_optim_state.rank<r>.pt. Here the ranks' slices follow from the
-shapes of the parameters by FSDP1's rules of padding and alignment; plans of resharding take the local states to the
+shapes of the parameters by FSDP1's rules of padding and alignment. Plans of resharding take the local states to the
 full and the sharded ones, and the full ones back.
 """
 
@@ -33,7 +33,7 @@ class BadRecording(Exception):
 
 
 class Differs(Exception):
-    """What shardplan makes is not what FSDP1 made."""
+    """shardplan's state differs from FSDP1's."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ class Recording:
         return result
 
     def states(self) -> list[str]:
-        """Those that are cut like their parameter."""
+        """Names of states that are cut like their parameter."""
         named = {
             k
             for of in self.full["state"].values()
@@ -285,7 +285,7 @@ def _compare_back(recording: Recording, from_full: dict, state: str, shards: lis
 
 
 def _compare_others(recording: Recording) -> None:
-    """What is no slice (`step`), and the parameter groups with their hyperparameters."""
+    """Compares states that are no slice (`step`), and the parameter groups with their hyperparameters."""
     sliced = set(recording.states())
     for index, names in enumerate(recording.ids):
         own = next((local["state"][index] for local in recording.local if index in local["state"]), {})

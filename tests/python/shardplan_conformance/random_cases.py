@@ -19,7 +19,7 @@ _MAX_DRAWS = 50
 
 @dataclass
 class Drawn:
-    """What the choice of knobs depends on."""
+    """Facts that the choice of knobs depends on."""
 
     rng: random.Random
     model: nn.Module
@@ -334,7 +334,7 @@ def _hook(drawn: Drawn) -> dict:
 
 
 def _shard_dims(drawn: Drawn) -> list[dict]:
-    """Of some matrices whose rows can be cut evenly. PyTorch does not reshard these to a smaller mesh."""
+    """Dimensions for some matrices whose rows can be cut evenly. PyTorch does not reshard these to a smaller mesh."""
     if any(type(rule.get("reshard_after_forward")) is int for rule in drawn.units) or drawn.data_parallel:
         return []
     named = [name for name, p in drawn.model.named_parameters() if p.dim() == 2 and p.shape[1] % drawn.shard == 0]

@@ -280,7 +280,7 @@ def recomputation_is_planned(module: nn.Module) -> bool:
 
 
 def loss_of(output) -> torch.Tensor:
-    """Of the first output, or of all that need a gradient."""
+    """The loss of the first output, or of all that need a gradient."""
     if isinstance(output, Pair):
         return output.logits.float().sum()
     if isinstance(output, tuple) and output[0].dim() == 0:

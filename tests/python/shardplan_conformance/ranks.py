@@ -33,7 +33,7 @@ class RecordingFailed(CaseError):
 
 
 def record_on_fake_ranks(case: Case, order: list[str]) -> list[str]:
-    """Rank 0's log where collectives do nothing. What the host issues does not depend on what they move."""
+    """Rank 0's log where collectives do nothing. The host's events do not depend on what they move."""
     with fake_process_group(case.ranks):
         return record_case(case, order)
 

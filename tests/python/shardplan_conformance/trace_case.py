@@ -22,7 +22,7 @@ def make_model(case: Case) -> torch.nn.Module:
 
 
 def compute_dtype(strategy: dict) -> str | None:
-    """What the passes run in: the parameters' dtype under the strategy's mixed precision, else the model's own."""
+    """The dtype of the passes: the parameters' under the strategy's mixed precision, else the model's own."""
     return (strategy.get("mixed_precision") or {}).get("param_dtype")
 
 

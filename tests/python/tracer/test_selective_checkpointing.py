@@ -126,7 +126,7 @@ def test_the_same_operators_run_again(number, tmp_path):
 
 
 def torchtitans_rule(folder):
-    """What `--checkpoint-save torchtitan` amounts to."""
+    """The rule of `--checkpoint-save torchtitan`."""
     with open(folder / "t.json", "w") as file:
         document.write(plain_trace(), file)
     command = [

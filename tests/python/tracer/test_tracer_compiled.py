@@ -57,7 +57,7 @@ def compile_blocks(model, backend, way):
 
 @functools.cache
 def trace_of(name, backend, dtype, way="wrapper", **options):
-    """Of the stack with compiled blocks: shared among tests, not to be changed."""
+    """The trace of the stack with compiled blocks: shared among tests, not to be changed."""
     torch._dynamo.reset()
     model = compile_blocks(blocks.Stack(blocks.BLOCKS[name]), backend, way)
     if way == "options":

@@ -88,7 +88,8 @@ def test_the_gated_delta_rule_computes_the_products_of_a_plain_one(monkeypatch):
 
 
 def test_kimi_delta_attention_computes_the_products_of_a_plain_one():
-    """As above; the plain one sums up its scores elementwise, two products with the keys and four in the backward."""
+    """The same as above; the plain one sums up its scores elementwise, two products with the keys and four in the
+    backward."""
     tensors = _delta_tensors((KEY,))
     forward, backward = _counted(_reference("kimi_linear", "chunk_kimi_delta_attention"), tensors)
     _, first, second = _traced("fla.ops.kda.chunk_kda", tensors, {})
@@ -120,7 +121,7 @@ def test_the_chunked_scan_computes_the_products_of_a_plain_one():
 
 # ---- classes and times ----
 
-# Of every kernel with FLOPs: does it multiply matrices, and of which dtype? KDA's scores are products in float32
+# Kernels with FLOPs: does each multiply matrices, and of which dtype? KDA's scores are products in float32
 # (chunk_intra.py).
 KERNELS = {
     "causal_conv1d.causal_conv1d_fwd": ("other", "float32"),
@@ -153,7 +154,7 @@ KERNELS = {
     "fla.chunk_kda_bwd_wy_dqkg_fused": ("matmul", "bfloat16"),
     "fla.chunk_kda_bwd_intra": ("matmul", "float32"),
 }
-# Of those without: the norms are norms, the others only move bytes.
+# Kernels without FLOPs: the norms are norms, the others only move bytes.
 NORMS = {"fla.l2norm_fwd", "fla.l2norm_bwd", "mamba_ssm.layer_norm_gated_fwd", "mamba_ssm.layer_norm_gated_bwd"}
 
 RATES = {"matmul": {"bfloat16": 10**11, "float32": 10**10}, "vector": 10**8, "memory": 10**9}

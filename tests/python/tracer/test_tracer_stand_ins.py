@@ -59,10 +59,10 @@ def _conv():
 
 def _scan():
     """mamba_ssm 2.3.2, csrc/selective_scan/selective_scan.cpp: float32 pairs of the state behind every 2,048 steps, and
-    the output before the gate. FLOPs of a step, channel and state as selective_scan_{fwd,bwd}_kernel.cuh are written,
-    where a block scan applies its operator of 3 twice to an item: delta A and its exponential, B delta u, scan, times
-    C, sum. Backward: those, but for the output, and dout C; both scans; du 2, its factor 1, ddelta 5, the state before
-    1; dA 3; dB 2, dC 1, and two sums in memory."""
+    the output before the gate. FLOPs of a step, channel and state are those of selective_scan_{fwd,bwd}_kernel.cuh,
+    whose block scan applies its operator of 3 twice to an item. Forward: delta A and its exponential, B delta u, scan,
+    times C, sum. Backward: those, but for the output, and dout C; both scans; du 2, its factor 1, ddelta 5, the state
+    before 1; dA 3; dB 2, dC 1, and two sums in memory."""
     b, d, l, n = 2, 16, 4100, 8
     tensors = {name: ((b, d, l), H) for name in ("u", "delta", "z")}
     tensors |= {"A": ((d, n), F), "B": ((b, n, l), H), "C": ((b, n, l), H), "D": ((d,), F), "delta_bias": ((d,), F)}

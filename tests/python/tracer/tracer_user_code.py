@@ -54,7 +54,7 @@ def deepcopied():
 
 
 class TrainsACopy(nn.Module):
-    """As peft's modules_to_save: the module that trains is a copy of the one that stays frozen. Each forward makes
+    """The module that trains is a copy of the one that stays frozen, as with peft's modules_to_save. Each forward makes
     another, which it drops."""
 
     def __init__(self):

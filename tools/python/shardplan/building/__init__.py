@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter, compiled for the torch at hand: by the first `import shardplan.torch`, the first `shardplan run`, or
-`shardplan doctor --build`. The device in
-software: by the first `shardplan rehearse`."""
+`shardplan doctor --build`. The device in software: by the first `shardplan rehearse`."""
 
 from __future__ import annotations
 

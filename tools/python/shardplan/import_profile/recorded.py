@@ -3,8 +3,7 @@
 as a profile of torch.profiler gives.
 
 A recording says of each instruction of a step when the host was in it and when its work was done in its stream, on the
-host's clock. So nothing has to be
-guessed: the part that work belongs to is the plan's.
+host's clock. So nothing has to be guessed: the part that work belongs to is the plan's.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 
 They sit where FSDP2's sit. Before the forward an identity function is put around all inputs that need a gradient (as
 one autograd node, args and kwargs flattened): its backward runs when the module's backward is done. On every output
-that needs a gradient there is a tensor
-hook: it fires when that output's gradient is complete. Modules without parameters below them can never be sharded and
-get no identity.
+that needs a gradient there is a tensor hook: it fires when that output's gradient is complete. Modules without
+parameters below them can never be sharded and get no identity.
 """
 
 from __future__ import annotations

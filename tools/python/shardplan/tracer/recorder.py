@@ -5,8 +5,8 @@ A storage is followed by a weak reference to its Python object, which torch keep
 itself: the callback is the moment of the free. Ids are given in order of birth.
 
 [Note: in place on real tensors] Two things a backward does in place on real tensors, and out of place on fake ones
-(tensor subclasses). The autograd engine adds the gradients of a value that is used several times: into the first one,
-if it holds the only reference to it and to its storage. (A view keeps the tensor it was made from, a second
+(tensor subclasses). The autograd engine adds the gradients of a value that is used several times. It adds into the
+first one, if it holds the only reference to it and to its storage. (A view keeps the tensor it was made from, a second
 reference: a gradient that went through a reshape is not added into.) And some formulas fill zeros of their own (the
 gradient of indexing, of a gather, of a top-k). A trace shows what real tensors do. A target that dies at once was held
 by nobody else, so the result is written into its storage. Neither the birth of the result nor the death of the target

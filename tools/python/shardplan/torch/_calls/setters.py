@@ -8,7 +8,7 @@ of its steps, too, does so in each of them: then all calls of a step are its pro
 something instead of setting it (unshard, reshard, finalize_backward).
 
 The next step is expected to call what the last one called: its plan is chosen when it begins. A step that calls
-otherwise than its plan has it is right all the same: units are gathered and freed at other points, and numbers are the
+otherwise than its plan has it is right all the same. Units are gathered and freed at other points, and numbers are the
 same, but for the order in which replicas are added.
 """
 

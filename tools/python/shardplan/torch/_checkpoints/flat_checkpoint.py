@@ -2,7 +2,7 @@
 """torch.distributed.checkpoint of models with flat units.
 
 torch.distributed.checkpoint.state_dict knows flat parameters by the class that FSDP1 puts around a module. It has no
-hook for others, and would save one rank's slice of the optimizer's state for all of it. _install() puts a function
+hook for others, and would save one rank's slice of the optimizer's state for all of it. `_install()` puts a function
 around those of its functions that see the model; a model without flat units passes through. Saved tensors have the
 names and shapes of the original parameters, so FSDP1, FSDP2 and plans of both layouts load them.
 

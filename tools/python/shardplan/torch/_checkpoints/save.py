@@ -106,8 +106,9 @@ class Saving:
             self._figures = session.native.figures
 
     def cost(self) -> dict[str, float]:
-        """After wait(): bytes that this rank wrote; seconds for which the training loop was held (by save and by wait),
-        and until the folder had its name; optimizer steps made meanwhile, and the seconds held per such step."""
+        """After wait(): bytes that this rank wrote, and seconds for which the training loop was held (by save and by
+        wait). Also seconds until the folder had its name, optimizer steps made meanwhile, and the seconds held per such
+        step."""
         if self._figures is None:
             raise RuntimeError("shardplan: the save is not over: wait() first")
         steps = max(1, self._steps)

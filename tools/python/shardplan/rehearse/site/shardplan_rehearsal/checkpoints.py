@@ -3,9 +3,9 @@
 
 No file that was there before is touched: a run folder may hold checkpoints of a real training.
 torch.distributed.checkpoint.save and async_save make the folder, since the script may put other files there. They write
-nothing into it and remove it at the end if it is empty. torch.save and safetensors' save_file write up to 16 MiB of
-tensors, and an empty file above. torch.distributed.checkpoint.load of a folder that has a checkpoint, or that this run
-has saved to, leaves the tensors as they are.
+nothing into it and remove it at the end if it is empty. The functions torch.save and safetensors' save_file write up to
+16 MiB of tensors, and an empty file above. A torch.distributed.checkpoint.load of a folder that has a checkpoint, or
+that this run has saved to, leaves the tensors as they are.
 """
 
 from __future__ import annotations
