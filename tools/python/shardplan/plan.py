@@ -38,11 +38,7 @@ class PlanError(ValueError):
 
 
 def new(
-    trace: str | Path,
-    *,
-    cluster: str | Path,
-    units: Iterable[str] = (),
-    name: str = "script",
+    trace: str | Path, *, cluster: str | Path, units: Iterable[str] = (), name: str = "script",
     flags: Sequence[str] = (),
 ) -> Builder:
     """A builder of a plan in which the model computes and the optimizer steps, and nothing else is done yet.
@@ -179,12 +175,7 @@ class Builder:
         return fqn
 
     def at(
-        self,
-        kind: str,
-        unit: str | None = None,
-        *,
-        microbatch: int | None = None,
-        occurrence: int | None = None,
+        self, kind: str, unit: str | None = None, *, microbatch: int | None = None, occurrence: int | None = None,
         step: str | None = None,
     ) -> Place:
         """The triggers of this kind that all given words fit, in all steps or in that of the name `step`."""
@@ -289,12 +280,7 @@ class Place:
         return self.issue("allocate", dst=dst, stream=stream, unit=unit, reason=reason)
 
     def free(
-        self,
-        src: str,
-        *,
-        stream: str = "compute",
-        safe_after: Sequence[str] = (),
-        unit: str | None = None,
+        self, src: str, *, stream: str = "compute", safe_after: Sequence[str] = (), unit: str | None = None,
         reason: str = "script",
     ) -> Place:
         return self.issue("free", src=src, stream=stream, safe_after=list(safe_after) or None, unit=unit, reason=reason)
@@ -306,13 +292,7 @@ class Place:
         return self.issue("bind_sharded", src=src, unit=unit, reason=reason)
 
     def copy_in(
-        self,
-        src: str,
-        dst: str,
-        *,
-        stream: str = "compute",
-        communicator: str | None = None,
-        unit: str | None = None,
+        self, src: str, dst: str, *, stream: str = "compute", communicator: str | None = None, unit: str | None = None,
         reason: str = "script",
     ) -> Place:
         return self.issue(
@@ -320,13 +300,7 @@ class Place:
         )
 
     def all_gather(
-        self,
-        src: str,
-        dst: str,
-        *,
-        stream: str = "compute",
-        communicator: str | None = None,
-        unit: str | None = None,
+        self, src: str, dst: str, *, stream: str = "compute", communicator: str | None = None, unit: str | None = None,
         reason: str = "script",
     ) -> Place:
         return self.issue(

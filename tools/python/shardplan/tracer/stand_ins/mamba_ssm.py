@@ -285,25 +285,8 @@ def _splits(s: dict) -> int:
 
 
 def _dual_backward(
-    dout,
-    x,
-    dt,
-    A,
-    B,
-    C,
-    out,
-    chunk,
-    D,
-    z,
-    dt_bias,
-    initial_states,
-    dfinal,
-    dx=None,
-    ddt=None,
-    dB=None,
-    dC=None,
-    dz=None,
-    again=False,
+    dout, x, dt, A, B, C, out, chunk, D, z, dt_bias, initial_states, dfinal, dx=None, ddt=None, dB=None, dC=None,
+    dz=None, again=False,
 ):
     """The gradients of x, dt, A, B, C, D, z, dt_bias and the initial states, and the gated output again. The states are
     computed once more."""
@@ -425,22 +408,8 @@ class _SplitConvScan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        zxbcdt,
-        conv_weight,
-        conv_bias,
-        dt_bias,
-        A,
-        D,
-        chunk,
-        initial_states,
-        final_states,
-        silu,
-        norm_weight,
-        out_weight,
-        out_bias,
-        p,
-        g,
+        ctx, zxbcdt, conv_weight, conv_bias, dt_bias, A, D, chunk, initial_states, final_states, silu, norm_weight,
+        out_weight, out_bias, p, g,
     ):
         ctx.shape = (chunk, silu, p, g)
         z, xBC, dt, x, B, C, _ = _parts(zxbcdt, conv_weight, conv_bias, D, silu, p, g)
