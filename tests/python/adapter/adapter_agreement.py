@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_agreement.py: each gives what apply says."""
+"""Functions that run on the ranks in test_adapter_agreement.py: each returns apply's message."""
 
 from __future__ import annotations
 

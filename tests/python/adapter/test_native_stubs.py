@@ -19,7 +19,9 @@ def test_every_public_name_is_in_it():
     names = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            names[node.name] = {member.name for member in node.body if isinstance(member, ast.FunctionDef)} - {"__init__"}
+            names[node.name] = {member.name for member in node.body if isinstance(member, ast.FunctionDef)} - {
+                "__init__"
+            }
         elif isinstance(node, ast.FunctionDef):
             names[node.name] = {argument.arg for argument in node.args.args}
         elif isinstance(node, ast.AnnAssign):

@@ -72,7 +72,12 @@ def function():
     ("name", "room", "text", "openings"),
     [
         ("a.h", "c++/schemas", CPP, ["Of two lines, one thought.", "As many.", "Those of the next."]),
-        ("a.py", "python/tools", PYTHON, ["What a comment says.", "Those count.", "As ever", "Of a module.", "Whose it is.", "What it does."]),
+        (
+            "a.py",
+            "python/tools",
+            PYTHON,
+            ["What a comment says.", "Those count.", "As ever", "Of a module.", "Whose it is.", "What it does."],
+        ),
     ],
 )
 def test_sentences_of_comments_and_docstrings(tmp_path, monkeypatch, name, room, text, openings):

@@ -20,7 +20,14 @@ def test_a_checkout_has_the_program_among_its_tests():
 
 def test_a_checkout_runs_it(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run([sys.executable, "-m", "shardplan.conformance", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardplan.conformance", "--help"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0 and done.stdout.startswith("usage: shardplan conformance"), done.stderr
 
 

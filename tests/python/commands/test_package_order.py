@@ -54,7 +54,11 @@ def test_a_package_imports_earlier_ones_alone():
 
 
 def test_packages_have_few_files_and_files_have_something_to_say():
-    wrong = [f"{package} has {len(files(package))} files" for package in ORDER if not LEAST_FILES <= len(files(package)) <= MOST_FILES]
+    wrong = [
+        f"{package} has {len(files(package))} files"
+        for package in ORDER
+        if not LEAST_FILES <= len(files(package)) <= MOST_FILES
+    ]
     for package in ORDER:
         for path in files(package):
             lines = len(path.read_text().splitlines())
@@ -69,7 +73,13 @@ def test_the_state_of_an_applied_plan_is_set_by_itself_alone():
     for package in ORDER:
         for path in files(package):
             for node in ast.walk(ast.parse(path.read_text())):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+                targets = (
+                    node.targets
+                    if isinstance(node, ast.Assign)
+                    else [node.target]
+                    if isinstance(node, (ast.AugAssign, ast.AnnAssign))
+                    else []
+                )
                 for target in (inner for outer in targets for inner in ast.walk(outer)):
                     if not isinstance(target, ast.Attribute) or not isinstance(target.ctx, ast.Store):
                         continue

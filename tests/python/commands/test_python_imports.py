@@ -23,7 +23,11 @@ def imported(path: pathlib.Path) -> set[str]:
 
 
 def test_no_module_imports_one_that_imports_it():
-    paths = {".".join(path.relative_to(PYTHON).with_suffix("").parts): path for path in PYTHON.rglob("*.py") if path.name != "__init__.py"}
+    paths = {
+        ".".join(path.relative_to(PYTHON).with_suffix("").parts): path
+        for path in PYTHON.rglob("*.py")
+        if path.name != "__init__.py"
+    }
     graph = {name: imported(path) & paths.keys() - {name} for name, path in paths.items()}
     assert "shardplan.torch._replay.applied" in graph["shardplan.torch._api.apply"], "imports are seen"
     while leaves := {name for name, targets in graph.items() if not targets & graph.keys()}:

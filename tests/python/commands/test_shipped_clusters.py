@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped cluster documents: what each has, and that tools/clusters/make_clusters.py makes them of what is in the repository."""
+"""The shipped cluster documents: what each has, and that tools/clusters/make_clusters.py makes them of what is in the
+repository."""
 
 import json
 import subprocess

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the recordings in tests/conformance/fsdp2 and fsdp1, built again, and their cases as shardplan_conformance.Case."""
+"""The models of the recordings in tests/conformance/fsdp2 and fsdp1, built again, and their cases as
+shardplan_conformance.Case."""
 
 from __future__ import annotations
 

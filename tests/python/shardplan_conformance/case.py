@@ -26,9 +26,10 @@ class CaseError(Exception):
 
 @dataclass
 class Forward:
-    """The inputs of one forward: positional, or by name. `grad` false: it runs under `torch.no_grad()`. `module`: the FQN of the module that is
-    called in place of the model (a head, on a part of what the model returned). `raises_in`: the FQN of a module whose forward raises where it is entered;
-    `raises_in_backward`: of one where the backward raises when the gradient of its input is ready. `reset_iter_state` follows in the program."""
+    """The inputs of one forward: positional, or by name. `grad` false: it runs under `torch.no_grad()`. `module`: the
+    FQN of the module that is called in place of the model (a head, on a part of what the model returned). `raises_in`:
+    the FQN of a module whose forward raises where it is entered; `raises_in_backward`: of one where the backward raises
+    when the gradient of its input is ready. `reset_iter_state` follows in the program."""
 
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
@@ -40,18 +41,22 @@ class Forward:
 
 @dataclass
 class Case:
-    """What to record.
+    """A case to record.
 
     model: makes the model, on the CPU; called on every rank, with the same random seed.
-    forwards: the inputs, on every rank of the same shapes. `{"call": "forward", "trace": i}` of the program runs `forwards[i]`.
-    strategy: a strategy document (docs/reference/strategy-format.md) as a dict; `schema` may be left out. Its program's backwards name micro-batches
+    forwards: the inputs, on every rank of the same shapes. `{"call": "forward", "trace": i}` of the program runs
+    `forwards[i]`.
+    strategy: a strategy document (docs/reference/strategy-format.md) as a dict; `schema` may be left out. Its program's
+    backwards name micro-batches
         only, their `trace` is found.
     ranks: how many; the product of the strategy's mesh, if it has one.
     steps: how many to record and compare; None: three, or the program's if that is longer.
     parallelize: what is done to the model before it is sharded, on the strategy's mesh: tensor or expert parallelism.
-    apply: a Python file as `shardplan export --fsdp2` writes it: it shards the model in place of the strategy's calls, and its before_forward stands for the
+    apply: a Python file as `shardplan export --fsdp2` writes it: it shards the model in place of the strategy's calls,
+    and its before_forward stands for the
         program's setters.
-    loss: of the model's output; None: the sum of every floating output that needs a gradient (a scalar output, or an output's `loss`, as it is).
+    loss: of the model's output; None: the sum of every floating output that needs a gradient (a scalar output, or an
+    output's `loss`, as it is).
     """
 
     model: Callable[[], nn.Module]
@@ -79,8 +84,9 @@ class Case:
 
 @dataclass
 class TracedProgram:
-    """`groups`: for each pass of the trace, the forwards (indices into Case.forwards) in the order of their calls and whether a backward follows.
-    `program`: the case's, with `trace` naming passes of the trace. `forward_of`: its forwards' indices into Case.forwards, by (step, call).
+    """`groups`: for each pass of the trace, the forwards (indices into Case.forwards) in the order of their calls and
+    whether a backward follows. `program`: the case's, with `trace` naming passes of the trace. `forward_of`: its
+    forwards' indices into Case.forwards, by (step, call).
     """
 
     groups: list[tuple[tuple[int, ...], bool]]
@@ -165,7 +171,7 @@ def planner_strategy(case: Case) -> dict:
 
 
 def load_cases(source: str) -> list[Case]:
-    """What `MODULE:FUNCTION` returns: a case or several. Raises CaseError."""
+    """The case or cases that `MODULE:FUNCTION` returns. Raises CaseError."""
     module_name, _, function_name = source.partition(":")
     if not module_name or not function_name:
         raise CaseError(f'"{source}" is not MODULE:FUNCTION')
@@ -179,7 +185,15 @@ def load_cases(source: str) -> list[Case]:
     cases = made if isinstance(made, (list, tuple)) else [made]
     for case in cases:
         if not isinstance(case, Case):
-            raise CaseError(f'"{source}" returned a {type(case).__name__}; expected a shardplan_conformance.Case or a list')
-        if not case.name or case.name.startswith(".") or "/" in case.name or not case.name.isprintable() or len(os.fsencode(case.name)) > 200:
+            raise CaseError(
+                f'"{source}" returned a {type(case).__name__}; expected a shardplan_conformance.Case or a list'
+            )
+        if (
+            not case.name
+            or case.name.startswith(".")
+            or "/" in case.name
+            or not case.name.isprintable()
+            or len(os.fsencode(case.name)) > 200
+        ):
             raise CaseError(f"a case's name is a part of names of files, which {case.name!r} cannot be")
     return list(cases)

@@ -30,7 +30,9 @@ def wrap(model: nn.Module, strategy: dict) -> tuple[nn.Module, dict[str, nn.Modu
     in_order = [module for module in model.modules() if module in chosen]
     every = rule.get("every", 1)
     options = {"context_fn": functools.partial(selective.contexts, rule["save"])} if rule.get("save") else {}
-    wrappers: dict[nn.Module, CheckpointWrapper] = {module: checkpoint_wrapper(module, **options) for module in in_order[every - 1 :: every]}
+    wrappers: dict[nn.Module, CheckpointWrapper] = {
+        module: checkpoint_wrapper(module, **options) for module in in_order[every - 1 :: every]
+    }
     for module in set(modules.values()):
         for name, child in module._modules.items():
             if child in wrappers:

@@ -26,10 +26,13 @@ examples:
   shardplan conformance --live mypackage.cases:my_model
   shardplan conformance --random 100 --policy fsdp1 --seed 1
 
-DIR holds recordings: of events (CASE.log: each case is planned and compared event for event), or of memory (model.py and CASE.json with a
+DIR holds recordings: of events (CASE.log: each case is planned and compared event for event), or of memory (model.py \
+and CASE.json with a
 timeline: allocated bytes at every hook), or of optimizer states (a folder with
-layout.json for each case: state dicts of FSDP1, value for value). MODULE:FUNCTION returns a shardplan_conformance.Case, or a list of them: it is traced, planned,
-run on the installed PyTorch on this machine's CPU, and compared event for event. docs/internals/conformance.md says more.
+layout.json for each case: state dicts of FSDP1, value for value). MODULE:FUNCTION returns a \
+shardplan_conformance.Case, or a list of them: it is traced, planned,
+run on the installed PyTorch on this machine's CPU, and compared event for event. docs/internals/conformance.md says \
+more.
 
 exit codes: 0 every case matches, 1 one differs or cannot be run, 2 usage, 3 bad input, 4 environment"""
 
@@ -52,12 +55,16 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder of recordings")
     result.add_argument("cases", nargs="*", metavar="CASE", help="of the folder (default: all)")
-    result.add_argument("--live", metavar="MODULE:FUNCTION", help="record the installed PyTorch on the cases it returns")
+    result.add_argument(
+        "--live", metavar="MODULE:FUNCTION", help="record the installed PyTorch on the cases it returns"
+    )
     result.add_argument("--random", type=int, metavar="N", help="record the installed PyTorch on N random cases")
     result.add_argument("--seed", type=int, default=0, metavar="S", help="of the first random case (default: 0)")
     result.add_argument("--policy", choices=_POLICIES, help="of random cases (default: both, in turn)")
     result.add_argument(
-        "--fake", action="store_true", help="one process, collectives that move nothing, instead of gloo on a process per rank"
+        "--fake",
+        action="store_true",
+        help="one process, collectives that move nothing, instead of gloo on a process per rank",
     )
     result.add_argument("--keep", type=Path, metavar="DIR", help="leave traces, strategies and logs there")
     result.add_argument("--programs", type=Path, default=Path(), help=argparse.SUPPRESS)
@@ -86,7 +93,9 @@ def main(argv: list[str] | None = None) -> int:
         from shardplan.tracer.errors import TracerError
         from shardplan_conformance.case import CaseError
     except ImportError as error:
-        complain("shardplan conformance", f"cannot import {error.name} ({how_to_install('torch')} installs what is needed)")
+        complain(
+            "shardplan conformance", f"cannot import {error.name} ({how_to_install('torch')} installs what is needed)"
+        )
         return EXIT_ENVIRONMENT
     if not _comparison(arguments).exists():
         complain("shardplan conformance", printable(f"{_comparison(arguments)} is not built: build the target shardplan-conformance"))

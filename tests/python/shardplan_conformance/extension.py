@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter with an all-gather extension, as a strategy's rules describe one: other tensors are gathered in place of its shard."""
+"""A parameter with an all-gather extension, as a strategy's rules describe one: other tensors are gathered in place of
+its shard."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Extended(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, rule: dict):
-        return torch.Tensor._make_wrapper_subclass(cls, data.size(), strides=data.stride(), dtype=data.dtype, device=data.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.size(), strides=data.stride(), dtype=data.dtype, device=data.device
+        )
 
     def __init__(self, data: torch.Tensor, rule: dict):
         self.data_, self.rule = data, rule

@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, LowPrecisionState
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from shardplan_conformance.case import CaseError
@@ -182,7 +184,10 @@ class AppliedFsdp1:
             return
         flags = call.get("flags", [])
         if "offload_to_cpu" in flags:
-            raise CaseError("/program: summon_full_params with offload_to_cpu: PyTorch frees what it has moved where that is the CPU already")
+            raise CaseError(
+                "/program: summon_full_params with offload_to_cpu: PyTorch frees what it has moved where that is the "
+                "CPU already"
+            )
         inner = self._modules[call["module"]]
         module = next(m for m in FullyShardedDataParallel.fsdp_modules(self.root) if m.module is inner)
         stack = self._summoned[call["module"]] = contextlib.ExitStack()
@@ -194,13 +199,15 @@ class AppliedFsdp1:
 def _size_based_policy(sizes: dict) -> Callable:
     names = {"force_leaf_modules": ["MultiheadAttention"], "exclude_wrap_modules": ["ModuleList", "ModuleDict"]}
     classes = {key: {getattr(nn, name) for name in sizes.get(key, default)} for key, default in names.items()}
-    return functools.partial(size_based_auto_wrap_policy, min_num_params=sizes.get("min_num_params", 100_000_000), **classes)
+    return functools.partial(
+        size_based_auto_wrap_policy, min_num_params=sizes.get("min_num_params", 100_000_000), **classes
+    )
 
 
 @contextlib.contextmanager
 def runs_on_the_cpu() -> Iterator[None]:
-    """What parameters on the host and compressing hooks need on a machine without an accelerator: memory is not pinned, a stream of the CPU is
-    always done, and no memory waits for one."""
+    """Lets parameters on the host and compressing hooks work on a machine without an accelerator: memory is not pinned,
+    a stream of the CPU is always done, and no memory waits for one."""
     missing = not hasattr(torch.cpu.Stream, "synchronize")
     pin_memory, record_stream = torch.Tensor.pin_memory, torch.Tensor.record_stream
     torch.Tensor.pin_memory = lambda tensor, *_args: tensor.clone()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records what FullyShardedDataParallel issues: hooks on torch.distributed.fsdp's runtime and flat parameters.
 
-The lines are those of the recordings in tests/conformance/fsdp1 that are compared: no waits between streams but wait_unshard, no views.
+The lines are those of the recordings in tests/conformance/fsdp1 that are compared: no waits between streams but
+wait_unshard, no views.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Fsdp1Events(EventLog):
         hooks.wrap(runtime, "_pre_backward_hook", lambda f: self._waiting(f, lambda s, m, h, *_a: h))
         hooks.wrap(runtime, "_post_backward_hook", self._post_backward)
         hooks.before(
-            runtime, "_post_backward_reshard_only_hook", lambda s, h, *_a: self.add("post_backward_reshard_only", self.unit(h))
+            runtime,
+            "_post_backward_reshard_only_hook",
+            lambda s, h, *_a: self.add("post_backward_reshard_only", self.unit(h)),
         )
         hooks.before(runtime, "_post_backward_final_callback", lambda s, m: self.add("finalize", ""))
         for place in (runtime, _unshard_param_utils):
@@ -168,7 +171,9 @@ class Fsdp1Events(EventLog):
         )
 
     def _all_gather_tensor(self, gathered, _own, group=None, **_options) -> None:
-        op, unit = ("all_gather", self._units[-1]) if self._units and gathered.is_floating_point() else ("order_check", "")
+        op, unit = (
+            ("all_gather", self._units[-1]) if self._units and gathered.is_floating_point() else ("order_check", "")
+        )
         self.add_tensor(op, unit, gathered, group="shard", ranks=dist.get_world_size(group))
 
     def steps_in_backward(self, root: torch.nn.Module) -> None:
@@ -227,7 +232,9 @@ class Fsdp1Events(EventLog):
             return
         group = options.get("group")
         ranks = dist.get_world_size(group)
-        self.add_tensor(op, self._units[-1], tensor, group="shard" if op == "reduce_scatter" else "replicate", ranks=ranks)
+        self.add_tensor(
+            op, self._units[-1], tensor, group="shard" if op == "reduce_scatter" else "replicate", ranks=ranks
+        )
 
 
 def _unsharded_bytes(handle) -> int:

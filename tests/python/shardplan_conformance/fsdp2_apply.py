@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard, share_comm_ctx
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard, share_comm_ctx,
+)
 from torch.distributed.tensor import Shard
 
 from shardplan_conformance.case import CaseError
@@ -21,7 +23,8 @@ _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
 
 
 class AppliedFsdp2:
-    """`mesh`: all of it. `modules`: by the FQNs of the plain model. `order`: FQNs in the order in which the first forward enters them."""
+    """`mesh`: all of it. `modules`: by the FQNs of the plain model. `order`: FQNs in the order in which the first
+    forward enters them."""
 
     def __init__(
         self, calls: list[UnitCall], strategy: dict, mesh: DeviceMesh, modules: dict[str, nn.Module], order: list[str]
@@ -115,7 +118,7 @@ class AppliedFsdp2:
         return {name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in named}
 
     def _dims_by_parameter(self, rules: list[dict]) -> dict[nn.Parameter, int]:
-        """Of the first rule that names the parameter, by any of its names."""
+        """The dimension of the first rule that names the parameter, by any of its names."""
         dims: dict[nn.Parameter, int] = {}
         for rule in rules:
             for name, parameter in self._named_parameters().items():
@@ -186,7 +189,9 @@ class AppliedFsdp2:
         """One by its name, or those of all modules that a pattern or class matches."""
         if entry.split(",")[0] in self._modules:
             return [self._first(entry)]
-        return [self.module(fqn) for fqn in matching_names(self._modules, entry) if isinstance(self.module(fqn), FSDPModule)]
+        return [
+            self.module(fqn) for fqn in matching_names(self._modules, entry) if isinstance(self.module(fqn), FSDPModule)
+        ]
 
     def _set_distances(self, knobs: dict, order: list[str]) -> None:
         """Lists of the next and the previous units in the order of the first forward; the root keeps its own."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records what fully_shard issues: hooks on the classes of torch.distributed.fsdp._fully_shard.
 
-The lines are those of the recordings in tests/conformance/fsdp2. A unit is named by the FQNs of its modules, each of its parameter groups by an
-index behind them where it has several.
+The lines are those of the recordings in tests/conformance/fsdp2. A unit is named by the FQNs of its modules, each of
+its parameter groups by an index behind them where it has several.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class Fsdp2Events(EventLog):
     def __init__(self, names: dict[torch.nn.Module, str]):
         super().__init__(names)
         self._active: list = []  # parameter groups whose unshard or post_backward runs, innermost last
-        self._via = "autograd"  # who calls post_backward: also the root's final callback, and a backward that is finalized by hand
-        self._reduced_by: dict[object, str] = {}  # by communication context: the unit whose reduce-scatter input it keeps
+        # Who calls post_backward: also the root's final callback, and a backward that is finalized by hand.
+        self._via = "autograd"
+        # By communication context: the unit whose reduce-scatter input it keeps.
+        self._reduced_by: dict[object, str] = {}
         self._reduced = False  # in the post_backward that runs
 
     def unit(self, group) -> str:
@@ -96,7 +98,9 @@ class Fsdp2Events(EventLog):
             return
         size = {True: 0, False: 0}  # by whether it stays allocated
         for p in group.fsdp_params:
-            size[getattr(p, "keep_unsharded_storage", False)] += sum(size_bytes(tensor) for tensor in p.all_gather_outputs)
+            size[getattr(p, "keep_unsharded_storage", False)] += sum(
+                size_bytes(tensor) for tensor in p.all_gather_outputs
+            )
         self.add("reshard", self.unit(group), to=to, bytes=size[False], kept=size[True] or None)
 
     def _within(self, original):
@@ -113,8 +117,12 @@ class Fsdp2Events(EventLog):
         inside = self._within(original)
 
         def replaced(group, *args, **kwargs):
-            # Where a forward ran a part of the group only; releases that complete groups then wait for the reduction at once.
-            partly = installed_fsdp.COMPLETES_GROUPS and len(group.modules) > 1 and group._training_state == groups.TrainingState.FORWARD
+            # A forward ran a part of the group only; releases that complete groups then wait for the reduction at once.
+            partly = (
+                installed_fsdp.COMPLETES_GROUPS
+                and len(group.modules) > 1
+                and group._training_state == groups.TrainingState.FORWARD
+            )
             self.add("post_backward", self.unit(group), via=self._via)
             self._reduced = False
             result = inside(group, *args, **kwargs)
@@ -143,7 +151,8 @@ class Fsdp2Events(EventLog):
         by = self._active[-1]
         separate = getattr(by.mesh_info, "reduce_scatter_process_group", None) is not None
         self.add_tensor(
-            "reduce_scatter", self.unit(by), input_tensor, group="shard", ranks=group.size(), pg="separate" if separate else None
+            "reduce_scatter", self.unit(by), input_tensor, group="shard", ranks=group.size(),
+            pg="separate" if separate else None,
         )
 
     def _foreach_reduce(self, *_args, **_kwargs) -> None:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recorder meets differently in the releases of PyTorch that it knows. It looks at what the installed one has, not at its number.
+"""Differences between the releases of PyTorch that a recorder knows. It looks at what the installed one has, not at its
+number.
 
 | | 2.11 | 2.15 |
 |---|---|---|
 | parameter groups of a unit | one | one for each mesh of its parameters |
-| reduce-scatter inputs in flight | one, `reduce_scatter_state` | a list, `reduce_scatter_states` (since 2.13 at the latest) |
-| a unit of several modules whose forward ran a part of them | stays as it is | is completed: `_force_complete_incomplete_states` (since 2.13 at the latest) |
-| FSDP's collectives on one tensor | `all_gather_into_tensor`, `reduce_scatter_tensor` | `all_gather_single`, `reduce_scatter_single` |
-| recovery | none | `_reset_iter_state` of `FSDPState` (since 2.13 at the latest) |
+| reduce-scatter inputs in flight | one, `reduce_scatter_state` | a list, `reduce_scatter_states` (a) |
+| a unit whose forward ran some of its modules | stays as it is | completed: `_force_complete_incomplete_states` (a) |
+| all-gather of one tensor | `all_gather_into_tensor` | `all_gather_single` |
+| reduce-scatter of one tensor | `reduce_scatter_tensor` | `reduce_scatter_single` |
+| recovery | none | `_reset_iter_state` of `FSDPState` (a) |
 | backward that its caller finalizes | none | `finalize_backward` of `FSDPState` |
+
+(a): since 2.13 at the latest.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ COMPLETES_GROUPS = hasattr(states.FSDPState, "_force_complete_incomplete_states"
 
 
 def existing(owner, names: tuple[str, ...]) -> list[str]:
-    """Those of the names that the installed release has."""
+    """The names that the installed release has."""
     return [name for name in names if hasattr(owner, name)]
 
 
@@ -48,12 +52,13 @@ def parameter_groups(unit: nn.Module) -> list:
 
 
 def mesh_info(mesh: DeviceMesh):
-    """Of a mesh that parameters are placed on: the last dimension shards, one before it replicates. PyTorch wants one object for all of them."""
+    """The mesh info of parameters that are placed on a mesh: the last dimension shards, one before it replicates.
+    PyTorch wants one object for all of them."""
     return common.HSDPMeshInfo(mesh, 1, 0) if mesh.ndim == 2 else common.FSDPMeshInfo(mesh, 0)
 
 
 def placed_on(info, placement):
-    """What shard_placement_fn returns for a parameter on another mesh than its unit's."""
+    """The result of shard_placement_fn for a parameter on another mesh than its unit's."""
     return common.ShardPlacementResult(placement=placement, mesh_info=info)
 
 

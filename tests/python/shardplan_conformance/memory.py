@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the memory that shardplan computes with recordings of real FSDP2 steps, byte for byte.
 
-A folder holds `model.py` and one JSON file per recorded case: its knobs, the model's sizes, and a `timeline` with the allocated bytes by tag
-before and after every hook of every FSDP unit. Each case is done by the project's own path: the tracer traces the model, `shardplan memory`
-plans it and gives bytes by category at the same points.
+A folder holds `model.py` and one JSON file per recorded case: its knobs, the model's sizes, and a `timeline` with the
+allocated bytes by tag before and after every hook of every FSDP unit. Each case is done by the project's own path: the
+tracer traces the model, `shardplan memory` plans it and gives bytes by category at the same points.
 
-    PYTHONPATH=tools/python:tests/python python -m shardplan_conformance.memory DIR [--case NAME ...] [--shardplan PROGRAM]
+    PYTHONPATH=tools/python:tests/python python -m shardplan_conformance.memory
+        DIR [--case NAME ...] [--shardplan PROGRAM]
 
 Exit codes: 0 every case matches, 1 one differs, 2 usage, 3 bad input.
 """
@@ -86,7 +87,13 @@ def trace_key(case: dict) -> tuple:
     names = ("impl", "seq", "batch", "attn", "norm", "tied", "loss", "del_logits")
     dtypes = {"fp32": ("float32", "float32"), "pure_bf16": ("bfloat16", "bfloat16")}
     dtype, param_dtype = dtypes.get(knobs["mp"], ("bfloat16", "float32"))
-    return (tuple(sorted(case["model"].items())), *(knobs[name] for name in names), case.get("torch"), dtype, param_dtype)
+    return (
+        tuple(sorted(case["model"].items())),
+        *(knobs[name] for name in names),
+        case.get("torch"),
+        dtype,
+        param_dtype,
+    )
 
 
 def _load(folder: Path):
@@ -120,7 +127,8 @@ def _hugging_face(sizes: dict):
 
 @contextlib.contextmanager
 def _without_masks() -> Iterator[None]:
-    """transformers looks at the inputs to find that a causal mask needs no tensor; fake inputs have no values to look at."""
+    """transformers looks at the inputs to find that a causal mask needs no tensor; fake inputs have no values to look
+    at."""
     import transformers.models.llama.modeling_llama as llama
 
     saved = llama.create_causal_mask
@@ -132,7 +140,8 @@ def _without_masks() -> Iterator[None]:
 
 
 def trace_case(folder: Path, case: dict, output: Path) -> None:
-    """Writes the trace of the case's model as the recording trained it: those of tensors have fake ones, on one device."""
+    """Writes the trace of the case's model as the recording trained it: those of tensors have fake ones, on one
+    device."""
     import torch
     import torch.nn.functional as functional
 
@@ -214,8 +223,8 @@ def _phase(recorded: str) -> str:
 
 
 def _recorded_peaks(case: dict) -> list[dict]:
-    """The peak of the second step. The autograd engine may add gradients in place on real tensors, never on the fake ones of a recording:
-    where all sums in place have another peak, a real step has one of the two."""
+    """The peak of the second step. The autograd engine may add gradients in place on real tensors, never on the fake
+    ones of a recording: where all sums in place have another peak, a real step has one of the two."""
     peak, in_place = case["peak"]["step2"], case.get("peak_engine_sums_in_place")
     if not in_place or in_place["step2"] == peak["total"]:
         return [peak]
@@ -246,7 +255,8 @@ def _difference_from(peak: dict, computed: dict) -> str | None:
 
 
 def first_difference(case: dict, computed: dict) -> str | None:
-    """The first row, or the peak, at which `computed` (the rows of `shardplan memory --rows`) differs from the recording."""
+    """The first row, or the peak, at which `computed` (the rows of `shardplan memory --rows`) differs from the
+    recording."""
     wanted, rows = _recorded_rows(case), computed["rows"]
     for index, (event, unit, total, by_category) in enumerate(wanted):
         where = f"row {index} ({event}{' ' if unit else ''}{unit})"

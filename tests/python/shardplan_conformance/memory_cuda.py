@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recordings of real PyTorch on its real CUDA caching allocator: the allocator's own statistics at every hook.
 
-A case has `knobs` and `model` as the other recordings of memory, and `rows` with `columns`: at every hook of every step the bytes that
-are requested, allocated (blocks handed out), active (and those whose free waits for another stream), reserved, and the number of
-segments; `rounded` is what is not freed yet, each request rounded up to 512. `peak` has, by step, peaks of these and how often the
-driver was called.
+A case has `knobs` and `model` as the other recordings of memory, and `rows` with `columns`. A row has, at a hook of a
+step, the bytes that are requested, allocated (blocks handed out), active (and those whose free waits for another
+stream), reserved, and the number of segments. `rounded` is what is not freed yet, each request rounded up to 512.
+`peak` has, by step, peaks of these and how often the driver was called.
 
-The device that it was recorded on is `fast` (what is enqueued is done at once) or `slow` (nothing is done before the host waits for it).
+The device that it was recorded on is `fast` (what is enqueued is done at once) or `slow` (nothing is done before the
+host waits for it).
 """
 
 from __future__ import annotations
@@ -30,17 +31,21 @@ _OF_END = {
 
 
 def options(case: dict) -> list[str]:
-    """Of `shardplan memory`. The memory of a device in software is mapped downwards."""
+    """Options of `shardplan memory`. The memory of a device in software is mapped downwards."""
     knobs = case["knobs"]
     addresses = "down" if str(case.get("device", "")).startswith("software") else "up"
     frees = "late" if knobs["device"] == "slow" else "at-once"
     settings = ["--alloc-conf", knobs["alloc_conf"]] if knobs["alloc_conf"] else []
     steps = ["--steps", str(knobs["steps"])] if "steps" in knobs else []
-    return ["--reserved", "--frees", frees, "--addresses", addresses, "--allocator-limit", f"{knobs['gib']}GiB", *steps, *settings]
+    return [
+        "--reserved", "--frees", frees, "--addresses", addresses, "--allocator-limit", f"{knobs['gib']}GiB", *steps,
+        *settings,
+    ]
 
 
 def first_difference(case: dict, computed: dict) -> str | None:
-    """The first row of the last step, or the end, at which `computed` (what `--rows` wrote) differs from the recording."""
+    """The first row of the last step, or the end, at which `computed` (what `--rows` wrote) differs from the
+    recording."""
     columns = {name: index for index, name in enumerate(case["columns"])}
     last = max(row[columns["step"]] for row in case["rows"])
     wanted = [row for row in case["rows"] if row[columns["step"]] == last]
@@ -77,8 +82,9 @@ def _difference_at_end(case: dict, computed: dict) -> str | None:
 
 
 def _spared(case: dict) -> int:
-    """How many calls of the driver what FSDP1's construction left in the allocator may spare: segments of the small pool that are free in part
-    before the first step. None where the shards were moved to memory of their own (`compact`)."""
+    """How many calls of the driver what FSDP1's construction left in the allocator may spare: segments of the small
+    pool that are free in part before the first step. None where the shards were moved to memory of their own
+    (`compact`)."""
     if case["knobs"].get("compact", True):
         return 0
     columns = {name: index for index, name in enumerate(case["columns"])}
@@ -87,4 +93,8 @@ def _spared(case: dict) -> int:
 
 
 def _differences(values: dict[str, tuple[int, int]]) -> str:
-    return ", ".join(f"{name} {ours} instead of {theirs} ({ours - theirs:+d})" for name, (ours, theirs) in values.items() if ours != theirs)
+    return ", ".join(
+        f"{name} {ours} instead of {theirs} ({ours - theirs:+d})"
+        for name, (ours, theirs) in values.items()
+        if ours != theirs
+    )

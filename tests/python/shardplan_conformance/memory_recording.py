@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings of memory as they are read: what is missing or of another kind than it has to be is an error that names the file and the place."""
+"""Recordings of memory as they are read: what is missing or of another kind than it has to be is an error that names
+the file and the place."""
 
 import json
 from pathlib import Path
@@ -52,7 +53,10 @@ class BadRecording(Exception):
 class _Damage(Exception):
     def __init__(self, pointer: str, found, expected: str) -> None:
         text = json.dumps(found)
-        super().__init__(f"{pointer}: the recording is damaged (found {text if len(text) <= 60 else text[:57] + '...'}, expected {expected})")
+        super().__init__(
+            f"{pointer}: the recording is damaged (found {text if len(text) <= 60 else text[:57] + '...'}, expected "
+            f"{expected})"
+        )
 
 
 def is_timeline_case(document) -> bool:
@@ -60,7 +64,7 @@ def is_timeline_case(document) -> bool:
 
 
 def is_allocator_case(document) -> bool:
-    """Of memory_cuda.py."""
+    """Whether it is a case of memory_cuda.py."""
     return isinstance(document, dict) and {"knobs", "model", "columns", "rows", "peak"} <= document.keys()
 
 
@@ -78,7 +82,12 @@ def read_cases(folder: Path, names: list[str]) -> list[dict | BadRecording]:
                 _check(document)
                 cases.append({**document, "case": path.stem})
             elif path.stem in names:
-                cases.append(BadRecording(f"{path}: no recorded memory case (it has no knobs, model, timeline or timeline_columns, nor rows and columns)"))
+                cases.append(
+                    BadRecording(
+                        f"{path}: no recorded memory case (it has no knobs, model, timeline or timeline_columns, nor "
+                        "rows and columns)"
+                    )
+                )
         except (ValueError, OSError, RecursionError, _Damage) as error:  # no JSON, no UTF-8, ...
             cases.append(BadRecording(f"{path}: {error}"))
     for name in names:
@@ -162,7 +171,11 @@ def _check_sums_in_place(peak: dict) -> None:
 
 
 def _check_timeline(rows, columns) -> None:
-    if not isinstance(columns, list) or tuple(columns[: len(FIRST_COLUMNS)]) != FIRST_COLUMNS or not all(isinstance(c, str) for c in columns):
+    if (
+        not isinstance(columns, list)
+        or tuple(columns[: len(FIRST_COLUMNS)]) != FIRST_COLUMNS
+        or not all(isinstance(c, str) for c in columns)
+    ):
         raise _Damage("/timeline_columns", columns, f"names that begin with {', '.join(FIRST_COLUMNS)}")
     _check_rows(rows, "/timeline", [TEXT if column < 3 else WHOLE for column in range(len(columns))])
 

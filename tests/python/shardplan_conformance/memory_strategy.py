@@ -35,7 +35,9 @@ def _program(knobs: dict, setters) -> list[list[dict]]:
     calls = []
     for index in range(knobs["accum"]):
         before = setters(index == knobs["accum"] - 1) if knobs["accum"] > 1 else {}
-        calls += [{"call": "module", "method": method, "module": "", "value": value} for method, value in before.items()]
+        calls += [
+            {"call": "module", "method": method, "module": "", "value": value} for method, value in before.items()
+        ]
         calls.append({"call": "forward", "microbatch": index})
         calls.append({"call": "backward", "microbatches": [index]})
     return [[*calls, {"call": "optimizer_step"}, {"call": "zero_grad"}]]

@@ -16,7 +16,7 @@ from shardplan_conformance.case import CaseError
 
 
 def _forget_meshes() -> None:
-    """What DTensor remembers of a mesh does not say which process group's it was; the next one's can be equal."""
+    """DTensor remembers a mesh without its process group; the next group's mesh can be equal."""
     _clear_sharding_prop_cache()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor"):
@@ -45,7 +45,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 
 def device_mesh(strategy: dict, ranks: int) -> DeviceMesh:
-    """Of all ranks. Call inside a process group."""
+    """The mesh of all ranks. Call inside a process group."""
     dimensions = strategy.get("mesh") or [{"name": "shard", "size": ranks}]
     product = 1
     for dimension in dimensions:

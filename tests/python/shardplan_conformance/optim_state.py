@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings of the optimizer states of real FSDP1: full, sharded and local state dicts, reproduced value for value and slice for slice.
+"""Recordings of the optimizer states of real FSDP1: full, sharded and local state dicts, reproduced value for value and
+slice for slice.
 
-A case is a folder with layout.json (which parameters each unit flattens), local_optim_state.rank<r>.pt (what each rank's
-optimizer has), full_optim_state.pt and sharded_optim_state.rank<r>.pt. Here the ranks' slices follow from the shapes of the parameters by
-FSDP1's rules of padding and alignment; plans of resharding take the local states to the full and the sharded ones, and the full ones back.
+A case is a folder with layout.json (which parameters each unit flattens), local_optim_state.rank<r>.pt (what each
+rank's optimizer has), full_optim_state.pt and sharded_optim_state.rank<r>.pt. Here the ranks' slices follow from the
+shapes of the parameters by FSDP1's rules of padding and alignment. Plans of resharding take the local states to the
+full and the sharded ones, and the full ones back.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class BadRecording(Exception):
 
 
 class Differs(Exception):
-    """What shardplan makes is not what FSDP1 made."""
+    """shardplan's state differs from FSDP1's."""
 
 
 @dataclass
@@ -58,7 +60,9 @@ class Recording:
         except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
             raise BadRecording(f"{folder / 'layout.json'}: cannot be read: {error!r}") from error
         if len(self.layout["ranks"]) != self.ranks:
-            raise BadRecording(f"{folder / 'layout.json'}: {len(self.layout['ranks'])} ranks, expected world_size {self.ranks}")
+            raise BadRecording(
+                f"{folder / 'layout.json'}: {len(self.layout['ranks'])} ranks, expected world_size {self.ranks}"
+            )
 
     def load(self, name: str) -> dict:
         path = self.folder / name
@@ -81,12 +85,18 @@ class Recording:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        found = [v.dtype for of in self.full["state"].values() for v in of.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+        found = [
+            v.dtype
+            for of in self.full["state"].values()
+            for v in of.values()
+            if isinstance(v, torch.Tensor) and v.dim() > 0
+        ]
         return found[0] if found else torch.float32
 
     @cached_property
     def parameters(self) -> list[Parameter]:
-        """In the order of the flat parameters, each behind the one before it and as many elements as it takes to be aligned."""
+        """In the order of the flat parameters, each behind the one before it and as many elements as it takes to be
+        aligned."""
         aligned = _ALIGNMENT_BYTES // self.dtype.itemsize if self.original else 1
         found = []
         for index, unit in enumerate(self.units):
@@ -112,16 +122,23 @@ class Recording:
     # ---- layout documents ----
 
     def _document(self, tensors: list[dict], flats: list[dict], ranks: int) -> dict:
-        return {"name": self.folder.name, "mesh": [{"name": _MESH_DIM, "size": ranks}], "flats": flats, "tensors": tensors}
+        return {
+            "name": self.folder.name, "mesh": [{"name": _MESH_DIM, "size": ranks}], "flats": flats, "tensors": tensors,
+        }
 
     def _tensor(self, parameter: Parameter, **placement) -> dict:
-        return {"name": parameter.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": parameter.shape, **placement}
+        return {
+            "name": parameter.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": parameter.shape,
+            **placement,
+        }
 
     def flat_layout(self) -> dict:
         dtype = str(self.dtype).removeprefix("torch.")
         units = [(unit["unit"], self.flat_numel(i)) for i, unit in enumerate(self.units)]
         flats = [{"name": name, "dtype": dtype, "numel": numel, "mesh_dims": [_MESH_DIM]} for name, numel in units]
-        return self._document([self._tensor(p, flat=p.unit, flat_offset=p.offset) for p in self.parameters], flats, self.ranks)
+        return self._document(
+            [self._tensor(p, flat=p.unit, flat_offset=p.offset) for p in self.parameters], flats, self.ranks
+        )
 
     def full_layout(self) -> dict:
         only = [{"mesh_dim": _MESH_DIM, "index": 0}]
@@ -129,7 +146,9 @@ class Recording:
 
     def sharded_layout(self) -> dict:
         rows = [{"mesh_dims": [_MESH_DIM], "tensor_dim": 0}]
-        return self._document([self._tensor(p, splits=rows if p.shape else []) for p in self.parameters], [], self.ranks)
+        return self._document(
+            [self._tensor(p, splits=rows if p.shape else []) for p in self.parameters], [], self.ranks
+        )
 
     # ---- what the optimizers have ----
 
@@ -150,18 +169,27 @@ class Recording:
             for index, names in enumerate(self.ids):
                 value = local["state"].get(index, {}).get(state)
                 parameter = by_name[names[0]]
-                offset, numel = (0, len(shards[parameter.unit])) if not self.original else self.slice_of(parameter, rank)[:2]
+                offset, numel = (
+                    (0, len(shards[parameter.unit])) if not self.original else self.slice_of(parameter, rank)[:2]
+                )
                 have = 0 if value is None else value.numel()
                 if have != numel:
-                    raise Differs(f"rank {rank} has {have} elements of {state} of {names[0]}, shardplan's slice has {numel}")
+                    raise Differs(
+                        f"rank {rank} has {have} elements of {state} of {names[0]}, shardplan's slice has {numel}"
+                    )
                 if numel > 0:
                     shards[parameter.unit][offset : offset + numel] = value.reshape(-1)
             result.append(shards)
         return result
 
     def states(self) -> list[str]:
-        """Those that are cut like their parameter."""
-        named = {k for of in self.full["state"].values() for k, v in of.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+        """Names of states that are cut like their parameter."""
+        named = {
+            k
+            for of in self.full["state"].values()
+            for k, v in of.items()
+            if isinstance(v, torch.Tensor) and v.dim() > 0
+        }
         return sorted(named)
 
 
@@ -229,8 +257,16 @@ def _compare_sharded(recording: Recording, to_sharded: dict, state: str, shards:
             continue
         if "offsets" in local:
             _expect(places[name, rank], list(local["offsets"]), f"{what}: offsets")
-            shards_of = [[places[name, r], list(made[name, r].shape)] for r in range(recording.ranks) if made[name, r].numel() > 0]
-            _expect(shards_of, [[list(of["offsets"]), list(of["sizes"])] for of in wanted["all_shards"]], f"{what}: all shards")
+            shards_of = [
+                [places[name, r], list(made[name, r].shape)]
+                for r in range(recording.ranks)
+                if made[name, r].numel() > 0
+            ]
+            _expect(
+                shards_of,
+                [[list(of["offsets"]), list(of["sizes"])] for of in wanted["all_shards"]],
+                f"{what}: all shards",
+            )
         _expect_equal(value, local["tensor"], what)
 
 
@@ -238,14 +274,18 @@ def _compare_back(recording: Recording, from_full: dict, state: str, shards: lis
     units = {p.name: p.unit for p in recording.parameters}
     made = [[torch.zeros_like(shard) for shard in of] for of in shards]
     for name, _, target, s, t, n in runs(from_full):
-        _bytes(made[target][units[name]])[t : t + n] = _bytes(recording.full["state"][name][state].contiguous())[s : s + n]
+        _bytes(made[target][units[name]])[t : t + n] = _bytes(recording.full["state"][name][state].contiguous())[
+            s : s + n
+        ]
     for rank, of in enumerate(made):
         for unit, shard in zip(recording.units, of):
-            _expect_equal(shard, shards[rank][recording.units.index(unit)], f"{state} of unit {unit['unit']} on rank {rank}, back")
+            _expect_equal(
+                shard, shards[rank][recording.units.index(unit)], f"{state} of unit {unit['unit']} on rank {rank}, back"
+            )
 
 
 def _compare_others(recording: Recording) -> None:
-    """What is no slice (`step`), and the parameter groups with their hyperparameters."""
+    """Compares states that are no slice (`step`), and the parameter groups with their hyperparameters."""
     sliced = set(recording.states())
     for index, names in enumerate(recording.ids):
         own = next((local["state"][index] for local in recording.local if index in local["state"]), {})
@@ -258,8 +298,12 @@ def _compare_others(recording: Recording) -> None:
                         _expect_equal(own[key], wanted[key], f"{key} of {name}, {what}")
                     else:
                         _expect(own[key], wanted[key], f"{key} of {name}, {what}")
-    _expect({n for names in recording.ids for n in names}, set(recording.full["state"]), "the parameters of the full state")
-    groups = [{**g, "params": [n for i in g["params"] for n in recording.ids[i]]} for g in recording.local[0]["param_groups"]]
+    _expect(
+        {n for names in recording.ids for n in names}, set(recording.full["state"]), "the parameters of the full state"
+    )
+    groups = [
+        {**g, "params": [n for i in g["params"] for n in recording.ids[i]]} for g in recording.local[0]["param_groups"]
+    ]
     _expect(groups, recording.full["param_groups"], "param_groups")
 
 
@@ -288,7 +332,10 @@ def run(folder: Path, program: str, wanted: list[str]) -> int:
     names = sorted(path.parent.name for path in folder.glob("*/layout.json"))
     missing = [name for name in wanted if name not in names]
     if missing:
-        print(printable(f"shardplan conformance: {folder}: the folder has no recording {printable_name(missing[0])}"), file=sys.stderr)
+        print(
+            printable(f"shardplan conformance: {folder}: the folder has no recording {printable_name(missing[0])}"),
+            file=sys.stderr,
+        )
         return 3
     chosen = [name for name in names if not wanted or name in wanted]
     matched, code = 0, 0

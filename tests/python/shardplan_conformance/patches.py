@@ -22,7 +22,8 @@ class Patches:
         """`make` gets the original function and returns the one that takes its place."""
         if not hasattr(owner, name):
             raise CaseError(
-                f"torch {torch.__version__} has no {getattr(owner, '__qualname__', owner.__name__)}.{name}, where an event is recorded:"
+                f"torch {torch.__version__} has no {getattr(owner, '__qualname__', owner.__name__)}.{name}, where an "
+                "event is recorded:"
                 " its FSDP is organised differently from the one that is planned"
             )
         self._wanted.append((owner, name, make))

@@ -19,8 +19,9 @@ _OF_A_BACKWARD = ("finalize_backward", "wait_for_gradient_reduction")  # calls t
 
 
 class Program:
-    """`log` is the recorder: it is told the step and phase, and the optimizer's calls. `module_call` runs a setter or user call,
-    `stepped` what follows every step of the optimizer, `before_forward` (model, number of the forward in its step) what comes before each forward."""
+    """`log` is the recorder: it is told the step and phase, and the optimizer's calls. `module_call` runs a setter or
+    user call, `stepped` what follows every step of the optimizer, `before_forward` (model, number of the forward in its
+    step) what comes before each forward."""
 
     def __init__(
         self,
@@ -33,7 +34,9 @@ class Program:
         before_forward: Callable[[nn.Module, int], None] | None = None,
     ):
         self._stepped, self._before_forward = stepped, before_forward
-        self._case, self._model, self._optimizer, self._log, self._module_call = case, model, optimizer, log, module_call
+        self._case, self._model, self._optimizer, self._log, self._module_call = (
+            case, model, optimizer, log, module_call,
+        )
         self._losses: dict[int, torch.Tensor] = {}
 
     def run(self) -> None:
@@ -86,7 +89,8 @@ class Program:
 
 
 class NoOptimizer:
-    """Zeroes what one would have been given. (Of a unit that is unsharded the model's own zero_grad would drop the unsharded gradients.)"""
+    """Zeroes what one would have been given. (Of a unit that is unsharded the model's own zero_grad would drop the
+    unsharded gradients.)"""
 
     def __init__(self, parameters: list[torch.Tensor]):
         self._parameters = parameters
@@ -100,7 +104,8 @@ class NoOptimizer:
 
 
 def make_optimizer(strategy: dict, parameters) -> torch.optim.Optimizer | NoOptimizer | None:
-    """None: there is none, or each parameter has its own, which steps in the backward; the model zeroes its gradients."""
+    """None: there is none, or each parameter has its own, which steps in the backward; the model zeroes its
+    gradients."""
     options = strategy.get("optimizer", {})
     kind = options.get("kind", "adamw")
     flat = strategy.get("policy", "fsdp2") == "fsdp1"
@@ -110,7 +115,10 @@ def make_optimizer(strategy: dict, parameters) -> torch.optim.Optimizer | NoOpti
     arguments: dict = {"lr": 0.01, "foreach": False}
     if kind == "sgd":
         arguments["momentum"] = 0.9 if options.get("momentum") else 0.0
-    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}
+    kinds = {
+        "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
+        "adafactor": torch.optim.Adafactor,
+    }
     if not options.get("in_backward"):
         return kinds[kind](trainable, **arguments)
     if flat:

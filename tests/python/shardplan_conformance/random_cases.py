@@ -19,7 +19,7 @@ _MAX_DRAWS = 50
 
 @dataclass
 class Drawn:
-    """What the choice of knobs depends on."""
+    """Facts that the choice of knobs depends on."""
 
     rng: random.Random
     model: nn.Module
@@ -77,7 +77,12 @@ def _composed_mesh(rng: random.Random) -> tuple[int, list[dict], dict]:
     """Four ranks in two dimensions, of which FSDP shards over one or both, or replicates over one."""
     mesh = [{"name": "outer", "size": 2}, {"name": "inner", "size": 2}]
     chosen = rng.choice(
-        [{"shard": ["inner"]}, {"shard": ["outer"]}, {"shard": ["outer", "inner"]}, {"replicate": ["outer"], "shard": ["inner"]}]
+        [
+            {"shard": ["inner"]},
+            {"shard": ["outer"]},
+            {"shard": ["outer", "inner"]},
+            {"replicate": ["outer"], "shard": ["inner"]},
+        ]
     )
     return 4, mesh, chosen
 
@@ -127,7 +132,11 @@ def _checkpointed(drawn: Drawn, policy: str) -> list[str]:
     names = [
         fqn
         for fqn, m in drawn.model.named_modules()
-        if fqn and m not in own and _is_unit_like(m) and recomputation_is_planned(m) and (policy == "fsdp2" or _trains(m))
+        if fqn
+        and m not in own
+        and _is_unit_like(m)
+        and recomputation_is_planned(m)
+        and (policy == "fsdp2" or _trains(m))
     ]
     drawn.rng.shuffle(names)
     chosen: list[str] = []
@@ -244,9 +253,15 @@ def _parameter_meshes(drawn: Drawn, rule: dict) -> list[dict]:
     """Some of the unit's parameters on a part of its ranks."""
     if not drawn.data_parallel or "group" in rule or "data_parallel" in rule or drawn.rng.random() < 0.6:
         return []
-    inside = [name for name, _ in drawn.model.named_parameters() if name.startswith(tuple(f"{m}." if m else "" for m in rule["modules"]))]
+    inside = [
+        name
+        for name, _ in drawn.model.named_parameters()
+        if name.startswith(tuple(f"{m}." if m else "" for m in rule["modules"]))
+    ]
     chosen = [name for name in inside if drawn.rng.random() < 0.5]
-    return [{"parameters": chosen, "data_parallel": {"shard": [drawn.rng.choice(["inner", "outer"])]}}] if chosen else []
+    return (
+        [{"parameters": chosen, "data_parallel": {"shard": [drawn.rng.choice(["inner", "outer"])]}}] if chosen else []
+    )
 
 
 def _fsdp2_knobs(drawn: Drawn) -> dict:
@@ -277,7 +292,8 @@ def _fsdp2_knobs(drawn: Drawn) -> dict:
 
 
 def _several_roots(drawn: Drawn) -> dict:
-    """fully_shard is not called on the model's root. None of its outermost units is a group then: PyTorch refuses that."""
+    """fully_shard is not called on the model's root. None of its outermost units is a group then: PyTorch refuses
+    that."""
     roots = [rule for rule in drawn.units if _is_outermost(rule, drawn.units)]
     if len(roots) < 2 or any(rule.get("group") for rule in roots):
         return {}
@@ -291,7 +307,9 @@ def _several_roots(drawn: Drawn) -> dict:
 def _is_outermost(rule: dict, units: list[dict]) -> bool:
     """But for the root."""
     others = [fqn for other in units if other is not rule for fqn in other["modules"] if fqn]
-    return rule["modules"] != [""] and not any(fqn.startswith(other + ".") for fqn in rule["modules"] for other in others)
+    return rule["modules"] != [""] and not any(
+        fqn.startswith(other + ".") for fqn in rule["modules"] for other in others
+    )
 
 
 def _tops(units: list[dict]) -> list[str]:
@@ -316,7 +334,7 @@ def _hook(drawn: Drawn) -> dict:
 
 
 def _shard_dims(drawn: Drawn) -> list[dict]:
-    """Of some matrices whose rows can be cut evenly. PyTorch does not reshard these to a smaller mesh."""
+    """Dimensions for some matrices whose rows can be cut evenly. PyTorch does not reshard these to a smaller mesh."""
     if any(type(rule.get("reshard_after_forward")) is int for rule in drawn.units) or drawn.data_parallel:
         return []
     named = [name for name, p in drawn.model.named_parameters() if p.dim() == 2 and p.shape[1] % drawn.shard == 0]
@@ -332,11 +350,18 @@ def _random_lists(rng: random.Random, names: list[str]) -> list[dict]:
 def _fsdp2_setup(drawn: Drawn) -> list[dict]:
     rng, calls = drawn.rng, []
     if rng.random() < 0.1:
-        calls.append({"method": "set_reshard_after_forward", "module": rng.choice(drawn.unit_names()), "value": rng.random() < 0.5})
+        calls.append(
+            {
+                "method": "set_reshard_after_forward", "module": rng.choice(drawn.unit_names()),
+                "value": rng.random() < 0.5,
+            }
+        )
     if rng.random() < 0.1:
         calls.append({"method": "set_requires_gradient_sync", "module": rng.choice(drawn.unit_names()), "value": False})
     if rng.random() < 0.15 and REDUCES_UNUSED:
-        calls.append({"method": "set_reduce_scatter_unused_params", "module": rng.choice(drawn.unit_names()), "value": True})
+        calls.append(
+            {"method": "set_reduce_scatter_unused_params", "module": rng.choice(drawn.unit_names()), "value": True}
+        )
     if drawn.hybrid and rng.random() < 0.1:
         calls.append({"method": "set_requires_all_reduce", "module": rng.choice(drawn.unit_names()), "value": False})
     return calls
@@ -359,7 +384,9 @@ def _fsdp2_user_calls(drawn: Drawn) -> list[dict]:
     rng, calls = drawn.rng, []
     for _ in range(rng.randint(1, 3)):
         module = rng.choice(drawn.unit_names())
-        calls.append(_call(*rng.choice([("unshard", True), ("unshard", False), ("reshard", None), ("state_dict", None)]), module))
+        calls.append(
+            _call(*rng.choice([("unshard", True), ("unshard", False), ("reshard", None), ("state_dict", None)]), module)
+        )
         if calls[-1]["method"] == "unshard" and rng.random() < 0.3:
             calls.append(_call("wait_for_unshard", None, module))
     return calls

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random models: nested, branching, reused, tied, partly frozen, with outputs of several forms. Equal seeds give equal models."""
+"""Small random models: nested, branching, reused, tied, partly frozen, with outputs of several forms. Equal seeds give
+equal models."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Chain(nn.Module):
 
 
 class Fork(nn.Module):
-    """Adds what some of its parts make of the same input: which ones the mode says. `dropped` runs, but nothing uses what it makes."""
+    """Adds what some of its parts make of the same input: which ones the mode says. `dropped` runs, but nothing uses
+    what it makes."""
 
     def __init__(self, parts: list[nn.Module], uses: list[list[int]], dropped: int):
         super().__init__()
@@ -88,7 +90,8 @@ class Join(nn.Module):
 
 
 class Apart(nn.Module):
-    """A part whose inputs need no gradient, or that runs without gradients altogether; and one that the graph goes on through."""
+    """A part whose inputs need no gradient, or that runs without gradients altogether; and one that the graph goes on
+    through."""
 
     def __init__(self, aside: nn.Module, through: nn.Module, grad: bool):
         super().__init__()
@@ -101,7 +104,8 @@ class Apart(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """A decoder's block: reads the encoder's output, and returns the bias that it got, or else makes one, beside its own output."""
+    """A decoder's block: reads the encoder's output, and returns the bias that it got, or else makes one, beside its
+    own output."""
 
     def __init__(self, part: nn.Module, cross: nn.Module, dim: int, makes_bias: bool):
         super().__init__()
@@ -117,7 +121,8 @@ class CrossBlock(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """All blocks read the encoder's output, so its gradient is complete last; the bias of the first one passes through the others."""
+    """All blocks read the encoder's output, so its gradient is complete last; the bias of the first one passes through
+    the others."""
 
     def __init__(self, encoder: nn.Module, blocks: list[CrossBlock], order: list[int]):
         super().__init__()
@@ -236,7 +241,11 @@ class ModelMaker:
 
     @staticmethod
     def _tie(rng: random.Random, root: Root) -> None:
-        matrices = [module for module in root.modules() if isinstance(module, nn.Linear) and module.in_features == module.out_features]
+        matrices = [
+            module
+            for module in root.modules()
+            if isinstance(module, nn.Linear) and module.in_features == module.out_features
+        ]
         if len(matrices) > 1 and rng.random() < 0.2:
             first, second = rng.sample(matrices, 2)
             second.weight = first.weight
@@ -259,16 +268,19 @@ class ModelMaker:
 
 
 def recomputation_is_planned(module: nn.Module) -> bool:
-    """Not where something in it may make a tensor that nothing uses, or saves its inputs and parameters alone (docs/internals/conformance.md), or is
-    recomputed anyway."""
+    """Not where something in it may make a tensor that nothing uses, or saves its inputs and parameters alone
+    (docs/internals/conformance.md), or is recomputed anyway."""
     return not any(
-        isinstance(m, (Twin, Join, CrossBlock, Recomputed)) or isinstance(m, Fork) and m.dropped >= 0 or hasattr(m, "scale")
+        isinstance(m, (Twin, Join, CrossBlock, Recomputed))
+        or isinstance(m, Fork)
+        and m.dropped >= 0
+        or hasattr(m, "scale")
         for m in module.modules()
     )
 
 
 def loss_of(output) -> torch.Tensor:
-    """Of the first output, or of all that need a gradient."""
+    """The loss of the first output, or of all that need a gradient."""
     if isinstance(output, Pair):
         return output.logits.float().sum()
     if isinstance(output, tuple) and output[0].dim() == 0:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks to record on: processes with gloo, or one process with torch's fake process group.
 
-They are processes of their own: where FSDP reads parameters that it has freed, the process dies, and is then started anew.
+They are processes of their own: where FSDP reads parameters that it has freed, the process dies, and is then started
+anew.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class RecordingFailed(CaseError):
 
 
 def record_on_fake_ranks(case: Case, order: list[str]) -> list[str]:
-    """Rank 0's log where collectives do nothing. What the host issues does not depend on what they move."""
+    """Rank 0's log where collectives do nothing. The host's events do not depend on what they move."""
     with fake_process_group(case.ranks):
         return record_case(case, order)
 
@@ -64,13 +65,14 @@ def _work(rank: int, fake: bool, connection) -> None:
 
 
 def _of_every_rank(lines: list[str]) -> list[str]:
-    """Without what a rank does for its slices only: FSDP1 drops the gradient of a rank that holds none of the original parameters, and steps
-    in the backward what a rank holds."""
+    """Without what a rank does for its slices only: FSDP1 drops the gradient of a rank that holds none of the original
+    parameters, and steps in the backward what a rank holds."""
     return [line for line in lines if " op=accumulate_sharded " not in line and " op=optim_in_backward " not in line]
 
 
 class Ranks:
-    """Records case after case. `count`: processes, at least as many as a case has ranks (fake: one). Use as a context."""
+    """Records case after case. `count`: processes, at least as many as a case has ranks (fake: one). Use as a
+    context."""
 
     def __init__(self, count: int, fake: bool = False):
         self._count, self._fake, self._jobs = (1 if fake else count), fake, 0
@@ -110,7 +112,8 @@ class Ranks:
         self._processes, self._connections = [], []
 
     def record(self, make_case: MakeCase, order: list[str]) -> list[str]:
-        """Rank 0's log. `make_case` is called on every rank. RecordingFailed when a rank fails or the ranks' logs differ."""
+        """Rank 0's log. `make_case` is called on every rank. RecordingFailed when a rank fails or the ranks' logs
+        differ."""
         if not self._processes:
             self._start()
         self._jobs += 1

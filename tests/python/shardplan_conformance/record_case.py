@@ -18,9 +18,12 @@ from shardplan_conformance.units import UnitCall, unit_calls
 
 
 def forward_order(trace: dict, strategy: dict) -> list[str]:
-    """FQNs of the modules in the order in which the program's first forward enters them. Both documents as the planner gets them."""
+    """FQNs of the modules in the order in which the program's first forward enters them. Both documents as the planner
+    gets them."""
     names = [module["fqn"] for module in trace["modules"]]
-    first = next((call.get("trace", 0) for step in strategy["program"] for call in step if call["call"] == "forward"), 0)
+    first = next(
+        (call.get("trace", 0) for step in strategy["program"] for call in step if call["call"] == "forward"), 0
+    )
     return [names[event[1]] for event in trace["forwards"][first]["events"] if event[0] == "enter"]
 
 
@@ -41,7 +44,9 @@ def _refuse_what_is_not_applied(strategy: dict) -> None:
     where = None
     if strategy.get("optimizer", {}).get("kind") == "adafactor" and strategy.get("policy", "fsdp2") == "fsdp2":
         where = "/optimizer/kind"  # DTensor refuses Adafactor's operations in place
-    elif strategy.get("policy") == "fsdp1" and any(d["name"] not in ("shard", "replicate") for d in strategy.get("mesh", [])):
+    elif strategy.get("policy") == "fsdp1" and any(
+        d["name"] not in ("shard", "replicate") for d in strategy.get("mesh", [])
+    ):
         where = "/mesh"
     if where is not None:
         raise CaseError(f"{where}: not something that a recording can be made of yet")
@@ -78,7 +83,9 @@ def _record_exported(case: Case, mesh: DeviceMesh) -> list[str]:
     optimizer = make_optimizer(case.strategy, model.parameters())
     stepped = exported.get("after_optimizer_step", lambda _model: None)
     with log.patches():
-        Program(case, model, optimizer, log, lambda _call: None, lambda: stepped(model), exported.get("before_forward")).run()
+        Program(
+            case, model, optimizer, log, lambda _call: None, lambda: stepped(model), exported.get("before_forward")
+        ).run()
     return log.lines
 
 
@@ -99,7 +106,8 @@ def _record_fsdp1(case: Case) -> list[str]:
 
 
 def _checkpointed(case: Case, mesh: DeviceMesh) -> tuple[torch.nn.Module, list[UnitCall], dict[str, torch.nn.Module]]:
-    """The model with its checkpoint wrappers, the units to make of it, and its modules by the FQNs of the plain model."""
+    """The model with its checkpoint wrappers, the units to make of it, and its modules by the FQNs of the plain
+    model."""
     plain = make_model(case)
     calls = unit_calls(plain, case.strategy)
     if case.parallelize is not None:

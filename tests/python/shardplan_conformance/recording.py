@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a recorded case: NAME.trace.json, NAME.strategy.json and NAME.log, which `shardplan-conformance` compares."""
+"""Files of a recorded case: NAME.trace.json, NAME.strategy.json and NAME.log, which `shardplan-conformance`
+compares."""
 
 from __future__ import annotations
 

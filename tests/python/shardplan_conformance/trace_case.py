@@ -22,12 +22,13 @@ def make_model(case: Case) -> torch.nn.Module:
 
 
 def compute_dtype(strategy: dict) -> str | None:
-    """What the passes run in: the parameters' dtype under the strategy's mixed precision, else the model's own."""
+    """The dtype of the passes: the parameters' under the strategy's mixed precision, else the model's own."""
     return (strategy.get("mixed_precision") or {}).get("param_dtype")
 
 
 def trace(make_case: Callable[[], Case]) -> dict:
-    """In a process of its own where DTensors take part: what their threads remember of one mesh would meet the next one."""
+    """In a process of its own where DTensors take part: what their threads remember of one mesh would meet the next
+    one."""
     case = make_case()
     if case.parallelize is None:
         return trace_case(case)
@@ -48,9 +49,13 @@ def _trace_case(case: Case) -> dict:
     model = make_model(case)
     own = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
     wanted = compute_dtype(case.strategy)
-    options = session.Options(dtype=wanted, param_dtype=str(own).removeprefix("torch.") if wanted else None, name=case.name)
+    options = session.Options(
+        dtype=wanted, param_dtype=str(own).removeprefix("torch.") if wanted else None, name=case.name
+    )
     calls = [record.Call(**vars(forward)) for forward in case.forwards]
-    groups = [record.Group([calls[i] for i in forwards], backward) for forwards, backward in traced_program(case).groups]
+    groups = [
+        record.Group([calls[i] for i in forwards], backward) for forwards, backward in traced_program(case).groups
+    ]
     if case.parallelize is None:
         return session.trace_groups(model, groups, case.loss, options)
     with fake_process_group(case.ranks):

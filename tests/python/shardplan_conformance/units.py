@@ -13,7 +13,8 @@ from shardplan_conformance.case import CaseError
 
 @dataclass
 class UnitCall:
-    """One call of fully_shard, or one FSDP wrap: FQNs of its modules, and the rule that asks for it (empty for a root without one)."""
+    """One call of fully_shard, or one FSDP wrap: FQNs of its modules, and the rule that asks for it (empty for a root
+    without one)."""
 
     modules: list[str]
     rule: dict

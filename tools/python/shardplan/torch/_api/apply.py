@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""apply(): shards a model's parameters as its plan says and hooks the plan's replay into forward and backward. remove(): the reverse."""
+"""apply(): shards a model's parameters as its plan says and hooks the plan's replay into forward and backward.
+remove(): the reverse."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ from .._replay.kept_plans import KeptPlans
 from .._replay.runtime import make_runtime, supply_shards
 
 
-def _shard_unit(plan, unit_id: int, by_fqn: dict[str, ModelParameter], own_mesh: tuple[DeviceMesh, bool]) -> list[ShardedParameter]:
+def _shard_unit(
+    plan, unit_id: int, by_fqn: dict[str, ModelParameter], own_mesh: tuple[DeviceMesh, bool]
+) -> list[ShardedParameter]:
     """Replaces the unit's parameters by their shards."""
     unit = plan.units[unit_id]
     host = plan.shards_on_host(unit_id)
@@ -70,12 +73,14 @@ def _shard_all(runtime, plan, model, by_fqn, meshes: list, source: Source, group
 
 
 def _guard_state_dict(model: nn.Module, applied: Applied) -> None:
-    """Between a forward and its backward some modules hold whole parameters: shards are saved all the same, not loaded."""
+    """Between a forward and its backward some modules hold whole parameters: shards are saved all the same, not
+    loaded."""
 
     def check(*_args, **_kwargs) -> None:
         if not applied.runtime.between_steps:
             raise RuntimeError(
-                "shardplan: load_state_dict works between steps only; a forward has run whose backward has not finished "
+                "shardplan: load_state_dict works between steps only; a forward has run whose backward has not "
+                "finished "
                 "(shardplan.torch.abandon_step gives its step up)"
             )
 
@@ -83,7 +88,8 @@ def _guard_state_dict(model: nn.Module, applied: Applied) -> None:
         """The shards are valid at any time; the modules of gathered units hold whole parameters instead."""
         if applied.flat_units() and not applied.runtime.between_steps:
             raise RuntimeError(
-                "shardplan: state_dict of flat parameters works between steps only; a forward has run whose backward has not "
+                "shardplan: state_dict of flat parameters works between steps only; a forward has run whose backward "
+                "has not "
                 "finished (shardplan.torch.abandon_step gives its step up)"
             )
         applied.runtime.show_shards(True)
@@ -117,26 +123,27 @@ def apply(
     initialize: fills the parameters and buffers of one module (not of its children) that was on the meta device. A unit
     comes to be, is sharded and goes before the next one comes.
     on_deviation: what happens in a step that does not pass the plan's points. "stop": RuntimeError where it deviates.
-    "replan": a warning that says where; the step is finished on demand, slowly, and the next one follows a plan made of what
-    this one did. Ranks that deviate otherwise than others: docs/reference/python.md. Plans are kept: one is made for each way that steps go.
-    memory: of what is gathered and reduced. "allocator": PyTorch's caching allocator. "arena": one block, every buffer at an
-    address of its own (on GPUs NCCL's memory, registered with its communicators).
+    "replan": a warning that says where; the step is finished on demand, slowly, and the next one follows a plan made of
+    what this one did. Ranks that deviate otherwise than others: docs/reference/python.md. Plans are kept: one is made
+    for each way that steps go.
+    memory: of what is gathered and reduced. "allocator": PyTorch's caching allocator. "arena": one block, every buffer
+    at an address of its own (on GPUs NCCL's memory, registered with its communicators).
     broadcast_from_rank_0: parameters and buffers of the mesh's first rank count, whatever the others hold.
-    plan: a plan document's path, or what load_plan returned. What its strategy recomputes runs under PyTorch's
+    plan: a plan document's path, or what load_plan returned. Modules that its strategy recomputes run under PyTorch's
     checkpoint, unless the model has wrappers for that already.
-    timeout: seconds after which a collective of the plan, on any communicator, has failed, and after which ranks that do not
-    come to this call are given up. None: the default process group's (init_process_group).
-    verify: whether the plan is verified first. A plan that does what PyTorch itself does wrong warns; any other that does not
-    verify raises. False: it is followed as it is, with a warning.
+    timeout: seconds after which a collective of the plan, on any communicator, has failed, and after which ranks that
+    do not come to this call are given up. None: the default process group's (init_process_group).
+    verify: whether the plan is verified first. A plan that does what PyTorch itself does wrong warns; any other that
+    does not verify raises. False: it is followed as it is, with a warning.
     mesh: ranks in the plan's arrangement; None: all ranks of the default process group.
 
     Parameters become DTensors, Shard(0) over FSDP's dimension of the mesh, laid out as FSDP2 lays them out: optimizers,
     gradient clipping and torch.distributed.checkpoint work on them. Create the optimizer after this call.
 
-    Raises PlanError (a RuntimeError) when the plan cannot be read, does not verify (naming rule and place), was made for
-    another model (naming the parameter, what was expected and what was found) or for other ranks, or when ranks differ in
-    plan, model or version (naming them). RuntimeError for a step that deviates names the first point
-    that differs, found and expected.
+    Raises PlanError (a RuntimeError) when the plan cannot be read or does not verify (naming rule and place). The same
+    for a plan of another model (naming the parameter, expected and found) or of other ranks, and for ranks that differ
+    in plan, model or version (naming them). RuntimeError for a step that deviates names the first point that differs,
+    found and expected.
     """
     apply_plan(
         model,
@@ -165,7 +172,7 @@ def apply_plan(
     verify: bool = True,
     skeleton: Skeleton | None = None,
 ) -> Applied:
-    """What apply() does, for auto(), too. skeleton: of the model of auto()."""
+    """The work of apply(), for auto(), too. skeleton: of the model of auto()."""
     check_choice("on_deviation", on_deviation, OnDeviation)
     check_choice("memory", memory, Memory)
     if hasattr(model, ATTRIBUTE):
@@ -190,7 +197,8 @@ def apply_plan(
     def make_groups() -> tuple:
         resolved = resolve_mesh(plan, mesh, device)
         meshes = [mesh_of_unit(plan, unit, model, resolved) for unit in plan.units]
-        return resolved, meshes, process_groups(plan, resolved, made_groups, timeout_s)  # those of flattened meshes, too
+        # Groups of flattened meshes, too.
+        return resolved, meshes, process_groups(plan, resolved, made_groups, timeout_s)
 
     mesh, meshes, groups = connect(make_groups, timeout_s)
     runtime = make_runtime(plan, mesh, device, groups, memory, timeout_s)
@@ -250,8 +258,9 @@ def _make_whole(applied) -> None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Takes the plan off the model: its parameters are whole again, plain tensors on the device, without gradients; hooks and
-    methods are gone. A step under way is given up. Optimizers made for the shards no longer fit. Collective. Returns the model."""
+    """Takes the plan off the model: its parameters are whole again, plain tensors on the device, without gradients;
+    hooks and methods are gone. A step under way is given up. Optimizers made for the shards no longer fit. Collective.
+    Returns the model."""
     applied = applied_to(model)
     if not applied.runtime.between_steps:
         applied.runtime.abandon()

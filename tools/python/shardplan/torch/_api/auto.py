@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """auto(): from a model to one that trains by a plan, in one call.
 
-[Note: how auto plans] FSDP2's schedule needs the order in which modules run, and nothing else. The module tree says it for most models, so
-the first plan is made of that. A step that goes otherwise is finished on demand, and the plan is made of the points that it passed: what
-`on_deviation="replan"` does for any plan. `policy="optimize"` needs operators, too: the first forward's arguments are traced on fake
-tensors where it begins, on the first rank, and the search runs ([Note: beside the training]). Every plan is the first rank's, so that ranks with
-other disks, loads and clocks have the same.
+[Note: how auto plans] FSDP2's schedule needs the order in which modules run, and nothing else. The module tree says it
+for most models, so the first plan is made of that. A step that goes otherwise is finished on demand, and the plan is
+made of the points that it passed: what `on_deviation="replan"` does for any plan. `policy="optimize"` needs operators,
+too: the first forward's arguments are traced on fake tensors where it begins, on the first rank, and the search runs
+([Note: beside the training]). Every plan is the first rank's, so that ranks with other disks, loads and clocks have the
+same.
 """
 
 from __future__ import annotations
@@ -43,18 +44,26 @@ _FOLDER: Any = object()  # `plans` was not given
 
 def _ranks_of(mesh: DeviceMesh | None) -> list[int]:
     if not dist.is_initialized():
-        raise PlanError("torch.distributed is not initialized: call torch.distributed.init_process_group before shardplan.torch.auto")
+        raise PlanError(
+            "torch.distributed is not initialized: call torch.distributed.init_process_group before "
+            "shardplan.torch.auto"
+        )
     return ranks_of(mesh)
 
 
-def _search_arguments(policy: Policy, budget: int | str | None, allow: Sequence[Decision], search_seconds: float) -> list[str]:
+def _search_arguments(
+    policy: Policy, budget: int | str | None, allow: Sequence[Decision], search_seconds: float
+) -> list[str]:
     check_choice("policy", policy, Policy)
     if policy == "fsdp2":
         if budget is not None:
             raise ValueError('shardplan: a budget is for policy="optimize"; FSDP2 has the schedule that it has')
         return []
     given = "device" if budget is None else f"{budget}B" if isinstance(budget, int) else budget
-    arguments = ["--memory-budget", given, "--time-limit", f"{max(int(search_seconds * 1000), 1)}ms", "--fix", "layout", "accumulation", "reduction"]
+    arguments = [
+        "--memory-budget", given, "--time-limit", f"{max(int(search_seconds * 1000), 1)}ms", "--fix", "layout",
+        "accumulation", "reduction",
+    ]
     for decision in allow:
         check_choice("a decision to allow", decision, Decision)
     return [*arguments, *(["--allow", *allow] if allow else [])]
@@ -82,24 +91,24 @@ def auto(
 ) -> nn.Module:
     """Makes `model` train by a plan that is made here and now; returns the same module.
 
-    arguments: what fully_shard takes besides, for all units: reshard_after_forward, shard_placement_fn, mp_policy, offload_policy,
-    ignored_params, dp_mesh_dims.
+    arguments: what fully_shard takes besides, for all units: reshard_after_forward, shard_placement_fn, mp_policy,
+    offload_policy, ignored_params, dp_mesh_dims.
     mesh: as fully_shard's; None: all ranks of the default process group.
-    units: patterns of FQNs ("layers.*"), classes, modules, or rules of a strategy document, in order; the root is added. None:
-    the modules that are marked (shardplan.torch.unit), else each repeated block.
-    policy: "fsdp2": FSDP2's schedule. "optimize": the fastest plan that reserves at most `budget` (bytes, "60GiB", or None: what
-    the cluster's device has), for at most `search_seconds`; it may do what `allow` says besides. `loss` is of the model's output,
-    for the trace; None: the output's `loss`, else its sum.
+    units: patterns of FQNs ("layers.*"), classes, modules, or rules of a strategy document, in order; the root is
+    added. None: the modules that are marked (shardplan.torch.unit), else each repeated block.
+    policy: "fsdp2": FSDP2's schedule. "optimize": the fastest plan that reserves at most `budget` (bytes, "60GiB", or
+    None: what the cluster's device has), for at most `search_seconds`; it may do what `allow` says besides. `loss` is
+    of the model's output, for the trace; None: the output's `loss`, else its sum.
     cluster: a document or the name of a shipped one, whose costs the search takes.
     optimizer: whose states the plan counts, as `shardplan plan --optimizer` has it; the loop's own is the user's.
-    plans: the folder in which plans are kept; None: none are. Default: $SHARDPLAN_PLANS, else the user's cache folder. A restart begins with
-    the plan of the same model, arguments, ranks and releases.
+    plans: the folder in which plans are kept; None: none are. Default: $SHARDPLAN_PLANS, else the user's cache folder.
+    A restart begins with the plan of the same model, arguments, ranks and releases.
     quiet: the line of what planning cost is not printed.
     initialize, broadcast_from_rank_0, memory, timeout: as apply's.
 
-    A step that does not go as planned is finished on demand, and the next one is planned as it went (apply's on_deviation="replan").
-    Create the optimizer after this call. Collective. Raises PlanError as apply does, and where there is no plan; TypeError and ValueError for
-    arguments.
+    A step that does not go as planned is finished on demand, and the next one is planned as it went (apply's
+    on_deviation="replan"). Create the optimizer after this call. Collective. Raises PlanError as apply does, and where
+    there is no plan; TypeError and ValueError for arguments.
     """
     if hasattr(model, ATTRIBUTE):
         raise PlanError("a plan is applied to this model already")
@@ -114,7 +123,9 @@ def auto(
     ranks = _ranks_of(whole)
     peers()
     trace = outline(model, strategy.own_dims)
-    where = ["--ranks", str(len(ranks))] + (["--cluster", os.path.abspath(cluster) if os.path.exists(cluster) else os.fspath(cluster)] if cluster else [])
+    where = ["--ranks", str(len(ranks))] + (
+        ["--cluster", os.path.abspath(cluster) if os.path.exists(cluster) else os.fspath(cluster)] if cluster else []
+    )
     where += ["--optimizer", optimizer]
     first = dist.get_rank() == ranks[0]
     store = PlanStore((default_folder() if plans is _FOLDER else plans) if first else None)
@@ -149,7 +160,8 @@ def auto(
         timeout=timeout,
         skeleton=skeleton,
     )
-    applied.set_sync(list(range(len(plan.units))), True)  # micro-batches are what the loop says, whatever a plan on disk has
+    # Micro-batches are what the loop says, whatever a plan on disk has.
+    applied.set_sync(list(range(len(plan.units))), True)
     applied.await_optimizer()
     applied.setters.came_from_disk()
     TiesMadeLater.watch(applied, document, where, strategy.own_dims, ranks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model of auto() does after auto has returned: the plan on disk, and one line of what it cost."""
+"""Planning that goes on after auto() has returned: the plan on disk, and one line about its cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .._replay.applied import Applied
 
 @dataclasses.dataclass
 class Costs:
-    """Of what is printed once."""
+    """Costs of planning, printed once."""
 
     trace_s: float = 0.0
     plan_s: float = 0.0
@@ -27,9 +27,11 @@ class Costs:
 
 
 class AutoPlanned:
-    """Of one model. What the search does with it: [Note: beside the training]."""
+    """The planning of one model by auto(). The search uses it as [Note: beside the training] says."""
 
-    def __init__(self, applied: Applied, store: PlanStore, facts: dict[str, Any], ranks: list[int], costs: Costs, quiet: bool) -> None:
+    def __init__(
+        self, applied: Applied, store: PlanStore, facts: dict[str, Any], ranks: list[int], costs: Costs, quiet: bool
+    ) -> None:
         self._applied = weakref.ref(applied)
         self.store, self.facts, self.ranks, self.costs, self._quiet = store, facts, ranks, costs, quiet
         self._began = 0.0
@@ -55,11 +57,11 @@ class AutoPlanned:
         self._applied().before_next_step(self._second_step)
 
     def search_begins(self) -> None:
-        """What is to be told is the step by its plan."""
+        """The line that is printed waits for the step by the search's plan."""
         self._searches = True
 
     def search_ends(self, steps: int) -> None:
-        """Where that plan is taken. steps: those that went by another one meanwhile."""
+        """Called where that plan is taken. steps: how many went by another one meanwhile."""
         self._searches, self.costs.steps_before = False, steps
         applied = self._applied()
         applied.following.on_new_plan = self._note_new_plan
@@ -79,7 +81,8 @@ class AutoPlanned:
         traced = f"traced in {costs.trace_s:.1f} s, " if costs.trace_s else ""
         where = f"; {self.path}" if self.path and self.path.exists() else ""
         print(
-            f"shardplan: {plan.model}, {len(plan.units)} units on {plan.world_size} ranks: {traced}plan {made}{beside}; the first step took "
+            f"shardplan: {plan.model}, {len(plan.units)} units on {plan.world_size} ranks: {traced}plan "
+            f"{made}{beside}; the first step took "
             f"{took_s:.1f} s, {how}{where}",
             file=sys.stderr,
             flush=True,

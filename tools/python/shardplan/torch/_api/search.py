@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """policy="optimize": from the first forward's arguments to the plan that the search finds.
 
-[Note: beside the training] The first forward is traced where it begins, on the first rank. If FSDP2's plan of that trace keeps within the budget, steps go by it while
-the search runs in a process of its own, and all ranks take what it finds at the begin of the same step. Else the first step waits.
+[Note: beside the training] The first forward is traced where it begins, on the first rank. If FSDP2's plan of that
+trace keeps within the budget, steps go by it while the search runs in a process of its own. All ranks take its plan at
+the begin of the same step. Else the first step waits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Search:
         planned: AutoPlanned,
         timeout_s: float,
     ) -> None:
-        """where: arguments of `shardplan plan`. searched: what `shardplan optimize` takes besides; the first two are the budget."""
+        """where: arguments of `shardplan plan`. searched: what `shardplan optimize` takes besides; the first two are
+        the budget."""
         self._applied = weakref.ref(applied)
         self._strategy, self._where, self._searched = strategy, where, searched
         self._loss, self._planned, self._timeout_s = loss, planned, timeout_s
@@ -45,7 +47,7 @@ class Search:
         self._steps = 0
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Where the first step begins. Collective."""
+        """Called where the first step begins. Collective."""
         planned = self._planned
         if answer := from_first_rank(lambda: self._first(module, args, kwargs), planned.ranks, self._timeout_s):
             switch(self._applied(), plan_of(answer))
@@ -74,7 +76,8 @@ class Search:
         planned = self._planned
         if module is not self._applied().model:
             raise PlanError(
-                f"the search needs the whole forward's arguments, and the first module that ran is a {type(module).__name__}: call the model itself"
+                "the search needs the whole forward's arguments, and the first module that ran is a "
+                f"{type(module).__name__}: call the model itself"
             )
         planned.facts["inputs"] = described((args, kwargs))
         if (kept := planned.store.read(planned.path)) is not None:
@@ -110,6 +113,8 @@ class Search:
     def _fits_as_it_is(self, trace: dict[str, Any]) -> bool:
         """Does the plan that the model follows now keep within the budget?"""
         try:
-            return asked_memory(make_plan("plan", trace, self._strategy, self._where), arguments=self._searched[:2])["fits"]
+            return asked_memory(make_plan("plan", trace, self._strategy, self._where), arguments=self._searched[:2])[
+                "fits"
+            ]
         except PlanError:
             return False  # the search says why

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another plan for a model whose parameters are sharded already: other units, other recomputation, the same parameters."""
+"""Another plan for a model whose parameters are sharded already: other units, other recomputation, the same
+parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from .._plans.documents import names_of
 from .._replay.applied import UNIT_ATTRIBUTE, Applied
 from .._replay.runtime import make_runtime, supply_shards
 
-Ties = Iterable[tuple[frozenset[str], frozenset[str]]]  # names of a parameter, and of the one that the model has in its place
+# Names of a parameter, and of the one that the model has in its place.
+Ties = Iterable[tuple[frozenset[str], frozenset[str]]]
 
 
 def _sharded_by_name(plan, shards: list) -> dict[frozenset[str], tuple]:
@@ -41,7 +43,10 @@ def _regrouped(plan, old, shards: list, ties: Ties) -> list[list]:
             if plan.shards_on_host(number) != on_host:
                 raise PlanError(f"parameter {wanted.fqn} of the next plan lies in other memory (offload)")
             if wanted.shard_dim != expected.shard_dim or list(wanted.shape) != list(expected.shape):
-                raise PlanError(f"parameter {wanted.fqn} of the next plan lies otherwise: along dimension {wanted.shard_dim}, now {expected.shard_dim}")
+                raise PlanError(
+                    f"parameter {wanted.fqn} of the next plan lies otherwise: along dimension {wanted.shard_dim}, now "
+                    f"{expected.shard_dim}"
+                )
             of_unit.append(sharded)
         result.append(of_unit)
     if there:
@@ -50,9 +55,9 @@ def _regrouped(plan, old, shards: list, ties: Ties) -> list[list]:
 
 
 def switch(applied: Applied, plan, ties: Ties = (), same_units: bool = False) -> None:
-    """From the step that begins on, the model follows `plan`, which has the first of each tie as the second. Collective. Parameters, gradients and
-    optimizers stay the same objects. same_units: what the user has set holds for them. PlanError, before anything has changed, for a plan of other
-    parameters."""
+    """From the step that begins on, the model follows `plan`, which has the first of each tie as the second.
+    Collective. Parameters, gradients and optimizers stay the same objects. same_units: what the user has set holds for
+    them. PlanError, before anything has changed, for a plan of other parameters."""
     if applied.flat_units():
         raise PlanError("a plan of flat parameters is not exchanged")
     shards = _regrouped(plan, applied.plan, applied.shards, ties)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are tied after auto(), before the first step: by an initialization that ties what the constructor did not.
+"""Parameters that are tied after auto(), before the first step: by an initialization that ties what the constructor did
+not.
 
-In one unit the plan is made again, of the tied model: the parameter is gathered once and its gradient reduced once. Across units it stays: as under FSDP2
-each unit gathers the one shard for itself, and the gradients that they reduce are added up in the shard's.
+In one unit the plan is made again, of the tied model: the parameter is gathered once and its gradient reduced once.
+Across units it stays: as under FSDP2 each unit gathers the one shard for itself, and the gradients that they reduce are
+added up in the shard's.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class TiesMadeLater:
     ranks: list[int]
 
     @staticmethod
-    def watch(applied: Applied, document: dict[str, Any], where: list[str], own_dims: set[str], ranks: list[int]) -> None:
+    def watch(
+        applied: Applied, document: dict[str, Any], where: list[str], own_dims: set[str], ranks: list[int]
+    ) -> None:
         later = TiesMadeLater(weakref.ref(applied), document, where, own_dims, ranks)
         applied.runtime.at_next_forward(lambda _unit, module, _args, _kwargs: later.forward_begins(module))
 
@@ -101,17 +105,23 @@ def _planned(applied: Applied) -> list[_Planned]:
     found = []
     for number, (unit, of_unit) in enumerate(zip(applied.plan.units, applied.shards)):
         for expected, sharded in zip(unit.parameters, of_unit):
-            held = {id(p): p for slot in applied.by_fqn[expected.fqn].slots for p in [slot.module._parameters[slot.name]]}
+            held = {
+                id(p): p for slot in applied.by_fqn[expected.fqn].slots for p in [slot.module._parameters[slot.name]]
+            }
             found.append(_Planned(number, expected, sharded, held.popitem()[1] if len(held) == 1 else None))
     return found
 
 
 def _ties_of_units(applied: Applied) -> list[tuple[frozenset[str], frozenset[str]]]:
-    """Of parameters in one unit: the names of one, and of another whose shard the model has in its place."""
+    """Ties within units: the names of a parameter, and of another one whose shard the model has in its place."""
     planned = _planned(applied)
     owners = {(one.unit, id(one.sharded.shard)): one for one in planned}
     ties = [(one, owners.get((one.unit, id(one.held)))) for one in planned]
-    return [(names_of(one.expected), names_of(owner.expected)) for one, owner in ties if owner is not None and owner is not one]
+    return [
+        (names_of(one.expected), names_of(owner.expected))
+        for one, owner in ties
+        if owner is not None and owner is not one
+    ]
 
 
 def _ties(applied: Applied) -> list[list[_Planned]]:
@@ -130,11 +140,16 @@ def _share_shard(applied: Applied, tie: list[_Planned]) -> None:
         adopt_parameter(owner.expected, owner.sharded, owner.held)
     for other in tie[1:]:
         _check(applied, owner, other)
-        other.sharded.shard, other.sharded.padded, other.sharded.spec = owner.sharded.shard, owner.sharded.padded, owner.sharded.spec
+        other.sharded.shard, other.sharded.padded, other.sharded.spec = (
+            owner.sharded.shard, owner.sharded.padded, owner.sharded.spec,
+        )
 
 
 def _check(applied: Applied, owner: _Planned, other: _Planned) -> None:
-    tie = f"{other.expected.fqn} of {_unit(applied, other)} was tied to {owner.expected.fqn} of {_unit(applied, owner)} behind shardplan.torch.auto"
+    tie = (
+        f"{other.expected.fqn} of {_unit(applied, other)} was tied to {owner.expected.fqn} of {_unit(applied, owner)} "
+        "behind shardplan.torch.auto"
+    )
     way_out = "Make one unit of their modules: a group, or the root"
     for what, of_owner, of_other in (
         ("shape", list(owner.expected.shape), list(other.expected.shape)),
@@ -150,8 +165,10 @@ def _check(applied: Applied, owner: _Planned, other: _Planned) -> None:
     most = -(-rows // ranks)
     if most and rows % most:
         raise PlanError(
-            f"{tie}, and its {rows} rows are not cut evenly by {ranks} ranks: the last of them has {rows % most} instead of {most}. FSDP2 pads that one"
-            f" for each unit apart, so one of the two units would go on with the values before the first step. {way_out}"
+            f"{tie}, and its {rows} rows are not cut evenly by {ranks} ranks: the last of them has {rows % most} "
+            f"instead of {most}. FSDP2 pads that one"
+            " for each unit apart, so one of the two units would go on with the values before the first step. "
+            f"{way_out}"
         )
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a training loop besides forward and backward: what it does with a unit's parameters and gradients, and what it says about a step."""
+"""Calls of a training loop besides forward and backward: what it does with a unit's parameters and gradients, and what
+it says about a step."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ def _unit_of(module: nn.Module):
 def unshard(module: nn.Module, async_op: bool = False) -> None:
     """Gathers the parameters of the module's unit now, as FSDPModule.unshard does.
 
-    A plan that has this call (strategy, `program`: method "unshard") is followed; otherwise the unit is gathered at once
-    and stays so until reshard() or the next step, which only works between steps. async_op is the plan's to decide: the
-    wait is where the plan has it. All ranks have to call it.
+    A plan that has this call (strategy, `program`: method "unshard") is followed; otherwise the unit is gathered at
+    once and stays so until reshard() or the next step. That only works between steps. async_op is the plan's to
+    decide: the wait is where the plan has it. All ranks have to call it.
     """
     applied, unit = _unit_of(module)
     applied.runtime.unshard(unit)
@@ -37,7 +38,7 @@ def reshard(module: nn.Module) -> None:
 
 
 class GradientReduction:
-    """What finalize_backward(async_op=True) returns."""
+    """The handle that finalize_backward(async_op=True) returns."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: nn.Module | None = module
@@ -51,10 +52,11 @@ class GradientReduction:
 
 
 def finalize_backward(module: nn.Module, *, async_op: bool = False) -> GradientReduction | None:
-    """Ends the backwards since the last one, as FSDPModule.finalize_backward does after set_manual_backward_finalization.
+    """Ends the backwards since the last one, as FSDPModule.finalize_backward does after
+    set_manual_backward_finalization.
 
-    The plan has the call (strategy: `setup` with set_manual_backward_finalization, `program` with finalize_backward of the
-    root; PyTorch 2.15), with the same async_op. PlanError where it does not.
+    The plan has the call (strategy: `setup` with set_manual_backward_finalization, `program` with finalize_backward of
+    the root; PyTorch 2.15), with the same async_op. PlanError where it does not.
     """
     applied, unit = _unit_of(module)
     applied.runtime.pass_call(unit, "finalize_backward")
@@ -75,17 +77,18 @@ def set_custom_reduce_scatter(module: nn.Module, comm) -> None:
 
 
 def set_all_reduce_hook(module: nn.Module, hook) -> None:
-    """hook(tensor) runs after the reduce_scatter (the all_reduce, where there are replicas) of the unit's gradients, on the
-    stream of that collective; `tensor` is its output, in place. None: no hook."""
+    """hook(tensor) runs after the reduce_scatter (the all_reduce, where there are replicas) of the unit's gradients, on
+    the stream of that collective; `tensor` is its output, in place. None: no hook."""
     applied, unit = _unit_of(module)
     applied.set("set_reduction_hook", unit, value=hook)
 
 
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Whether backwards from now on reduce gradients or keep them for a later one, as FSDPModule.set_requires_gradient_sync.
+    """Whether backwards from now on reduce gradients or keep them for a later one, as
+    FSDPModule.set_requires_gradient_sync.
 
-    A plan whose step does the same is followed. One that does not is left (on_deviation): "stop" raises in the backward,
-    "replan" does what was asked for on demand, and plans such steps from then on.
+    A plan whose step does the same is followed. One that does not is left (on_deviation): "stop" raises in the
+    backward, "replan" does what was asked for on demand, and plans such steps from then on.
     """
     applied = applied_above(module)
     if applied.setters is not None:
@@ -95,7 +98,7 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, 
 
 
 def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
-    """As FSDPModule.set_is_last_backward: whether a backward forgets which modules of a group its forward has run."""
+    """Whether a backward forgets which modules of a group its forward has run, as FSDPModule.set_is_last_backward."""
     applied_above(module).set("set_is_last_backward", value=is_last_backward)
 
 
@@ -115,8 +118,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def abandon_step(model: nn.Module) -> None:
-    """Gives up the step under way, after an exception that the loop has caught, say: its gradients and the gathered
-    parameters are dropped, parameters and optimizer state stay as they are, and the next forward begins a step.
+    """Gives up the step under way, after an exception that the loop has caught, say. Its gradients and the gathered
+    parameters are dropped. Parameters and optimizer state stay as they are, and the next forward begins a step.
 
     All ranks have to. RuntimeError after a collective has failed: the ranks cannot go on together then.
     """

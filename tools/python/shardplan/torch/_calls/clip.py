@@ -28,11 +28,12 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm; returns the norm before.
+    """Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm; returns the norm
+    before.
 
     All ranks have to call it. With units of a flat layout (fsdp1) this is what FullyShardedDataParallel.clip_grad_norm_
-    does, in its order: norms are summed in float32, sharded gradients over the ranks that share them, others once. Without
-    any it is torch.nn.utils.clip_grad_norm_, which knows DTensors.
+    does, in its order: norms are summed in float32, sharded gradients over the ranks that share them, others once.
+    Without any it is torch.nn.utils.clip_grad_norm_, which knows DTensors.
     """
     sharded = [flat for flat in flat_units(model) if flat.ranks > 1]
     if not sharded:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The class of the modules of an applied plan's units: FSDPModule's methods, answered by the plan.
 
-[Note: FSDPModule] A unit's module is an instance of FSDPModule, as fully_shard makes it, with every method of it that a user calls. What
-is FSDP2's own inside, the FSDPState, is not there: what `_get_fsdp_state` returns says so of each attribute, but for the two calls that
-register_fsdp_forward_method makes. Classes keep their names, since the rules of a
-strategy name them, and the user's class is the third of the order in which methods are looked up: libraries find it there.
+[Note: FSDPModule] A unit's module is an instance of FSDPModule, as fully_shard makes it, with every method of it that a
+user calls. FSDP2's own inside, the FSDPState, is not there: the object that `_get_fsdp_state` returns says so for each
+attribute, but for the two calls that register_fsdp_forward_method makes. Classes keep their names, since the rules of a
+strategy name them, and the user's class is the third of the order in which methods are looked up: libraries find it
+there.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from . import calls
 
 
 class _PlannedUnshard(UnshardHandle):
-    """Of unshard(async_op=True): the wait is where the plan has it."""
+    """The handle of unshard(async_op=True): the wait is where the plan has it."""
 
     def wait(self) -> None:
         return
 
 
 class _Reduction(getattr(torch.distributed.fsdp, "GradientReductionHandle", object)):  # of 2.15
-    """Of finalize_backward(async_op=True)."""
+    """The handle of finalize_backward(async_op=True)."""
 
     def __init__(self, module: nn.Module, planned: bool) -> None:
         self._module, self._planned = module, planned
@@ -46,8 +47,8 @@ class _Reduction(getattr(torch.distributed.fsdp, "GradientReductionHandle", obje
 
 
 class _State:
-    """In place of an FSDPState. A method that torch's register_fsdp_forward_method was told of gathers the unit for as long as it runs, between
-    steps; inside a step shardplan.torch.register_forward_method does it."""
+    """In place of an FSDPState. A method that torch's register_fsdp_forward_method was told of gathers the unit for as
+    long as it runs, between steps; inside a step shardplan.torch.register_forward_method does it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -55,7 +56,8 @@ class _State:
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"shardplan: a method of {type(module).__name__} that trains is registered with shardplan.torch.register_forward_method, before the "
+                f"shardplan: a method of {type(module).__name__} that trains is registered with "
+                "shardplan.torch.register_forward_method, before the "
                 "plan is applied, and not with torch's register_fsdp_forward_method"
             )
         calls.unshard(module)
@@ -67,13 +69,14 @@ class _State:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"shardplan: a {type(self._module).__name__} that is trained by a plan has no FSDPState ({name}); the methods of FSDPModule are "
+            f"shardplan: a {type(self._module).__name__} that is trained by a plan has no FSDPState ({name}); the "
+            "methods of FSDPModule are "
             "there, and docs/guide/migration.md says what to write in place of the others"
         )
 
 
 class _Methods(nn.Module):
-    """Of the class of a unit's module."""
+    """The methods of a unit's module."""
 
     def _set(self, method: str, **fields: Any) -> None:
         applied = applied_above(self)
@@ -162,7 +165,10 @@ class _Methods(nn.Module):
         self._set("set_allocate_memory_from_process_group_for_comm", value=enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        raise NotImplementedError('shardplan: a plan has no symmetric memory; shardplan.torch.apply(memory="arena") registers its memory with NCCL')
+        raise NotImplementedError(
+            'shardplan: a plan has no symmetric memory; shardplan.torch.apply(memory="arena") registers its memory '
+            'with NCCL'
+        )
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         self._set("set_manual_backward_finalization", value=enabled)
@@ -212,7 +218,10 @@ def is_planned(module: nn.Module) -> bool:
 @functools.cache
 def _class_of(own: type[nn.Module]) -> type[nn.Module]:
     """One for each class, as guards on types want it."""
-    fields = {"__deepcopy__": refuse_to_copy, "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    fields = {
+        "__deepcopy__": refuse_to_copy, "__module__": own.__module__, "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+    }
     return type(own.__name__, (FSDPModule, own), {**_OWN, **fields})
 
 
@@ -223,7 +232,8 @@ def _planned_modules(applied: Applied) -> list[nn.Module]:
 
 
 def give_methods(applied: Applied) -> None:
-    """Modules of the units and the root are FSDPModules from now on; the root of a plan of fsdp1 has FSDP1's methods."""
+    """Modules of the units and the root are FSDPModules from now on; the root of a plan of fsdp1 has FSDP1's
+    methods."""
     if applied.plan.policy == "fsdp1":
         if not hasattr(applied.model, "no_sync"):
             object.__setattr__(applied.model, "no_sync", types.MethodType(calls.no_sync, applied.model))

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Setters of FSDP2 that change the schedule: the plan that has them is made, or taken from those that were followed before.
+"""Setters of FSDP2 that change the schedule: the plan that has them is made, or taken from those that were followed
+before.
 
-[Note: calls of setters] A strategy has calls in two places: in `setup`, before the first step, and in `program`, inside of each. What a loop
-calls between two steps holds from then on, so it goes to `setup`. A loop that calls setters inside of its steps, too, does so in
-each of them: then all calls of a step are its program's. So are the calls that do something instead of setting it (unshard, reshard,
-finalize_backward).
+[Note: calls of setters] A strategy has calls in two places: in `setup`, before the first step, and in `program`, inside
+of each. A call between two steps holds from then on, so it goes to `setup`. A loop that calls setters inside
+of its steps, too, does so in each of them: then all calls of a step are its program's. So are the calls that do
+something instead of setting it (unshard, reshard, finalize_backward).
 
-What the next step will call is what the last one called: its plan is chosen when it begins. A step that calls otherwise than its plan
-has it is right all the same: units are gathered and freed at other points, and numbers are the same, but for the order in which replicas are added.
+The next step is expected to call what the last one called: its plan is chosen when it begins. A step that calls
+otherwise than its plan has it is right all the same. Units are gathered and freed at other points, and numbers are the
+same, but for the order in which replicas are added.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from .._model.fit import modules_of
 from .._plans.replan import AFTER_BACKWARDS, LATE, Calls
 from .._replay.applied import Applied
 
-_IN_SETUP = {"set_gradient_divide_factor", "set_keep_unsharded_storage", "set_manual_backward_finalization"}  # never inside of a step
+# Setters that are never called inside of a step.
+_IN_SETUP = {"set_gradient_divide_factor", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
 _OF_A_STEP = {"unshard", "reshard"}
 
 
@@ -40,12 +43,12 @@ def units_of(applied: Applied, module, recurse: bool) -> list[int]:
 
 
 def setters_of(applied: Applied) -> Setters | None:
-    """Of a plan of fsdp2; there are none of FSDP1."""
+    """The setters of a plan of fsdp2; FSDP1 has none."""
     return None if applied.plan.policy == "fsdp1" else Setters(applied)
 
 
 class Setters:
-    """Of one applied model."""
+    """The setters of one applied model."""
 
     def __init__(self, applied: Applied) -> None:
         self._from_disk = False  # the plan has the calls of another run, which this one makes again, or does not
@@ -54,7 +57,8 @@ class Setters:
         self._first: list[dict] = []  # ... before the step under way
         self._setup: list[dict] = list(applied.following.setup)  # what held before them
         self._inside: list[tuple[int, dict]] = []  # called in the step under way
-        self._without_all_reduce: set[int] = set()  # units whose gradients are kept, in place of reduced within replicas
+        # Units whose gradients are kept, in place of reduced within replicas.
+        self._without_all_reduce: set[int] = set()
         self._refused: PlanError | None = None  # no plan for what was called before the step under way
 
     def came_from_disk(self) -> None:
@@ -92,14 +96,21 @@ class Setters:
         self.call("set_requires_all_reduce", applied.fqn_of(module), recurse, value=value)
         if self.has("set_requires_all_reduce"):
             return
-        units = [unit for unit in units_of(applied, module, recurse) if applied.plan.units[unit].replicate_communicator >= 0]
-        self._without_all_reduce = self._without_all_reduce - set(units) if value else self._without_all_reduce | set(units)
+        units = [
+            unit for unit in units_of(applied, module, recurse) if applied.plan.units[unit].replicate_communicator >= 0
+        ]
+        self._without_all_reduce = (
+            self._without_all_reduce - set(units) if value else self._without_all_reduce | set(units)
+        )
         self._apply_sync(units)
 
     def optimizer_steps(self) -> None:
         """RuntimeError where replicas were never to be added, and no plan does that."""
         if self._without_all_reduce:
-            raise RuntimeError(f"shardplan: optimizer.step() while set_requires_all_reduce(False) holds, and no plan has that: {self._refused}")
+            raise RuntimeError(
+                "shardplan: optimizer.step() while set_requires_all_reduce(False) holds, and no plan has that: "
+                f"{self._refused}"
+            )
 
     # ---- where steps begin and end ----
 
@@ -125,7 +136,11 @@ class Setters:
         inside, self._inside, self._between = self._inside, [], []
         if self._from_disk:
             self._from_disk = False
-            inside = [(passes, {k: v for k, v in call.items() if k != "call"}) for passes, call in following.calls if passes > 0]
+            inside = [
+                (passes, {k: v for k, v in call.items() if k != "call"})
+                for passes, call in following.calls
+                if passes > 0
+            ]
             if self._combined(self._setup, self._first, inside) != (following.setup, following.calls):
                 inside = []  # another loop
         if inside:
@@ -136,7 +151,9 @@ class Setters:
         try:
             following.follow_calls(setup, calls)
         except PlanError as error:
-            if all(call["method"] not in ("set_requires_gradient_sync", "set_requires_all_reduce") for call in self._first):
+            if all(
+                call["method"] not in ("set_requires_gradient_sync", "set_requires_all_reduce") for call in self._first
+            ):
                 raise
             self._refused = error  # with what the step calls inside it may be planned
             self.watch()
@@ -144,7 +161,9 @@ class Setters:
         units, self._without_all_reduce = list(self._without_all_reduce), set()
         self._apply_sync(units)
 
-    def _combined(self, setup: list[dict], first: list[dict], inside: list[tuple[int, dict]]) -> tuple[list[dict], Calls]:
+    def _combined(
+        self, setup: list[dict], first: list[dict], inside: list[tuple[int, dict]]
+    ) -> tuple[list[dict], Calls]:
         for call in first:
             if call["method"] in _IN_SETUP:
                 setup = _with(setup, call)

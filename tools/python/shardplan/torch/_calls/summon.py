@@ -17,7 +17,7 @@ from .._replay.applied import applied_to
 
 
 def _own_part(whole: torch.Tensor, shard: DTensor) -> torch.Tensor:
-    """What this rank keeps of `whole`."""
+    """The part of `whole` that this rank keeps."""
     part = whole
     for dim, placement in enumerate(shard.placements):
         if placement.is_replicate():
@@ -41,8 +41,10 @@ def whole_copy(shard: nn.Parameter, offload_to_cpu: bool = False) -> nn.Paramete
     return nn.Parameter(whole.cpu() if offload_to_cpu else whole, requires_grad=shard.requires_grad)
 
 
-def _check_flags(flat: list[FlatUnit], writeback: bool, with_grads: bool, rank0_only: bool, offload_to_cpu: bool) -> None:
-    """What FSDP1 does not take, either."""
+def _check_flags(
+    flat: list[FlatUnit], writeback: bool, with_grads: bool, rank0_only: bool, offload_to_cpu: bool
+) -> None:
+    """Refuses combinations that FSDP1 does not take, either."""
     refused = None
     if with_grads and (not flat or not all(unit.original for unit in flat)):
         refused = "with_grads is for flat plans with original parameters (use_orig_params)"

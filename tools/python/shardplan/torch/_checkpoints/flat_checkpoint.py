@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.distributed.checkpoint of models with flat units.
 
-torch.distributed.checkpoint.state_dict knows flat parameters by the class that FSDP1 puts around a module, and has no hook for
-others: it would save one rank's slice of the optimizer's state for all of it. _install() puts a function around those of its
-functions that see the model; a model without flat units passes through. What is saved has the names and shapes of the original
-parameters: FSDP1, FSDP2 and plans of both layouts load it.
+torch.distributed.checkpoint.state_dict knows flat parameters by the class that FSDP1 puts around a module. It has no
+hook for others, and would save one rank's slice of the optimizer's state for all of it. `_install()` puts a function
+around those of its functions that see the model; a model without flat units passes through. Saved tensors have the
+names and shapes of the original parameters, so FSDP1, FSDP2 and plans of both layouts load them.
 
-An optimizer's own state_dict() has this rank's slices. One can be saved by each rank for itself; torch.distributed.checkpoint,
-which would keep one rank's for all, is refused (RankSlice).
+An optimizer's own state_dict() has this rank's slices. One can be saved by each rank for itself;
+torch.distributed.checkpoint, which would keep one rank's for all, is refused (RankSlice).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _get(original: Callable, model: nn.Module, optimizers: tuple, info) -> dict:
 
 
 def _nested(state_dict: dict, names: list[str]) -> dict:
-    """What flatten_optimizer_state_dict made flat."""
+    """Undoes flatten_optimizer_state_dict."""
     if "state" in state_dict:
         return state_dict
     state: State = {name: {} for name in names}
@@ -127,8 +127,10 @@ def _with_options(group: dict, loaded: list[dict], names: list[str]) -> dict:
     return {key: saved.get(key, value) for key, value in group.items() if key != "params"}
 
 
-def _loadable(model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list[Held], state_dict: dict, strict: bool) -> dict:
-    """What optimizer.load_state_dict takes on this rank. Collective."""
+def _loadable(
+    model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list[Held], state_dict: dict, strict: bool
+) -> dict:
+    """The state dict for optimizer.load_state_dict on this rank. Collective."""
     by_parameter = names_by_parameter(model, all_held)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     nested = _nested(state_dict, [name for parameter in parameters for name in by_parameter[parameter]])
@@ -136,7 +138,9 @@ def _loadable(model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list
     for parameter in parameters:
         missing = [name for name in by_parameter[parameter] if parameter.requires_grad and name not in saved]
         if missing and strict and optimizer.state:
-            raise RuntimeError(f"shardplan: the optimizer's state of {missing[0]} is not in what is loaded (strict=False lets it be)")
+            raise RuntimeError(
+                f"shardplan: the optimizer's state of {missing[0]} is not in what is loaded (strict=False lets it be)"
+            )
     position = {parameter: i for i, parameter in enumerate(parameters)}
     state: dict[int, dict] = {}
     sliced = set()
@@ -157,7 +161,7 @@ def _loadable(model: nn.Module, optimizer: torch.optim.Optimizer, all_held: list
 
 
 def from_rank_0(state_dict: dict, device: torch.device) -> dict:
-    """Of a nested dict that the first rank has: tensor by tensor."""
+    """Broadcasts a nested dict of the first rank, tensor by tensor."""
 
     def walk(value, path: tuple, found: dict):
         if isinstance(value, torch.Tensor):
@@ -269,7 +273,10 @@ def _unmark_state(_optimizer: torch.optim.Optimizer, state_dict: dict) -> dict:
     def plain(value):
         return value.as_subclass(torch.Tensor) if isinstance(value, RankSlice) else value
 
-    state = {key: {k: plain(v) for k, v in of.items()} if isinstance(of, dict) else of for key, of in state_dict["state"].items()}
+    state = {
+        key: {k: plain(v) for k, v in of.items()} if isinstance(of, dict) else of
+        for key, of in state_dict["state"].items()
+    }
     return {**state_dict, "state": state}
 
 
@@ -291,7 +298,11 @@ def support_checkpoints(units: list[FlatUnit]) -> None:
     for flat in units:
         for i, parameter in enumerate(flat.visible):
             if flat.ranks > 1:
-                setattr(parameter, _MARK, flat.unit.parameters[i].fqn if flat.original else f"unit {flat.unit.fqn or 'of the root'}")
+                setattr(
+                    parameter,
+                    _MARK,
+                    flat.unit.parameters[i].fqn if flat.original else f"unit {flat.unit.fqn or 'of the root'}",
+                )
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's state of flat units under the names and in the shapes of the original parameters, as FSDP1 saves it.
 
-An optimizer holds of a flat unit what this rank's slice has. Here that is gathered, cut into the original parameters, and the
-reverse. Whatever of a parameter's state has the shape of the parameter is cut so; all else (`step`) is the same for all.
+An optimizer holds of a flat unit what this rank's slice has. Here that is gathered, cut into the original parameters,
+and the reverse. Whatever of a parameter's state has the shape of the parameter is cut so; all else (`step`) is the same
+for all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ State = dict[str, dict[str, object]]  # by name of an original parameter
 
 @dataclasses.dataclass
 class Held:
-    """What an optimizer may hold of a flat unit. names: of its original parameters, in the model at hand."""
+    """The parameters of a flat unit that an optimizer may hold. names: those of its original parameters, in the model
+    at hand."""
 
     flat: FlatUnit
     names: list[str]
@@ -47,7 +49,7 @@ def _is_sliced(value: object, parameter: nn.Parameter, flat: FlatUnit) -> bool:
 
 
 def _described(optimizer: torch.optim.Optimizer, held: Held) -> list[dict[str, object]]:
-    """Of each slice on this rank: the dtype of what is cut like the parameter, the value of all else."""
+    """For each slice on this rank: the dtype of a state that is cut like the parameter, the value of any other."""
     found = []
     for parameter, _, _ in held.slices():
         state = optimizer.state.get(parameter, {}) if parameter.numel() > 0 else {}
@@ -56,7 +58,7 @@ def _described(optimizer: torch.optim.Optimizer, held: Held) -> list[dict[str, o
 
 
 def _on_all_ranks(described: list[dict], flat: FlatUnit) -> list[dict]:
-    """What any rank has. One that holds no element of a parameter has no state of it."""
+    """The union over ranks. A rank that holds no element of a parameter has no state of it."""
     if flat.group is None or flat.ranks == 1:
         return described
     of_ranks: list = [None] * flat.ranks
@@ -77,7 +79,9 @@ def _copied(value: object) -> object:
 
 
 @torch.no_grad()
-def original_state(optimizer: torch.optim.Optimizer, held: Held, shape_it: Callable[[torch.Tensor, FlatUnit], torch.Tensor]) -> State:
+def original_state(
+    optimizer: torch.optim.Optimizer, held: Held, shape_it: Callable[[torch.Tensor, FlatUnit], torch.Tensor]
+) -> State:
     """By original parameter; shape_it(whole tensor, unit) -> what is kept of it. Collective."""
     flat = held.flat
     described = _on_all_ranks(_described(optimizer, held), flat)
@@ -108,7 +112,8 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _sliced_keys(held: Held, state: State) -> set[str]:
-    """What is cut like the parameter. Of a scalar one that cannot be told from a number of its own: the others of the unit say it."""
+    """Keys of states that are cut like the parameter. A scalar parameter's cannot be told from a plain number: the
+    other parameters of the unit decide."""
     parameters = list(zip(held.names, held.flat.unit.parameters))
     told = [(name, p) for name, p in parameters if len(p.shape) > 0] or parameters
 
@@ -120,8 +125,8 @@ def _sliced_keys(held: Held, state: State) -> set[str]:
 
 @torch.no_grad()
 def slice_of_state(held: Held, state: State) -> list[tuple[nn.Parameter, dict[str, object]]]:
-    """The reverse: what the optimizer is to hold of each visible parameter. Values are whole or DTensors. Collective where
-    they are DTensors."""
+    """The reverse: what the optimizer is to hold of each visible parameter. Values are whole or DTensors. Collective
+    where they are DTensors."""
     flat = held.flat
     sliced = _sliced_keys(held, state)
     result = [(parameter, {}) for parameter, _, _ in held.slices()]

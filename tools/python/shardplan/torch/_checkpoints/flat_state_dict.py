@@ -31,12 +31,14 @@ def chunk(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     pieces = torch.chunk(whole, ranks)
     piece = pieces[own] if own < len(pieces) else whole[:0]
     placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-    return as_dtensor(piece.clone(), DTensorSpec(mesh, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype)))
+    return as_dtensor(
+        piece.clone(), DTensorSpec(mesh, placements, TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    )
 
 
 class _StateDicts:
-    """Hooks that make the units whole while a state dict is taken or loaded. The module on which the call was made opens
-    and closes; its children find the units whole."""
+    """Hooks that make the units whole while a state dict is taken or loaded. The module on which the call was made
+    opens and closes; its children find the units whole."""
 
     def __init__(self, units: list[FlatUnit], mesh: DeviceMesh) -> None:
         self.units, self.mesh, self.kind = units, mesh, "full"
@@ -107,16 +109,17 @@ def unhook_state_dicts(model: nn.Module) -> None:
 
 
 def state_dict_kind(model: nn.Module) -> StateDictKind:
-    """What state_dict_type chose."""
+    """The kind that state_dict_type chose."""
     state_dicts = getattr(model, _ATTRIBUTE, None)
     return "full" if state_dicts is None else state_dicts.kind
 
 
 @contextlib.contextmanager
 def state_dict_type(model: nn.Module, kind: StateDictKind) -> Iterator[None]:
-    """What model.state_dict() gives inside, of a model whose plan has a flat layout: "full" (the default outside, and
-    FSDP1's) whole tensors on every rank, "sharded" DTensors cut along dim 0, which torch.distributed.checkpoint saves and
-    loads without any rank having the whole, and which a per_parameter plan or FSDP2 loads too. load_state_dict takes both.
+    """Inside, model.state_dict() of a model with a flat layout gives this kind. "full" (the default outside, and
+    FSDP1's): whole tensors on every rank. "sharded": DTensors cut along dim 0. torch.distributed.checkpoint saves and
+    loads these without any rank having the whole; a per_parameter plan and FSDP2 load them, too. load_state_dict takes
+    both.
     """
     check_choice("the kind of a state dict", kind, StateDictKind)
     state_dicts = getattr(model, _ATTRIBUTE, None)

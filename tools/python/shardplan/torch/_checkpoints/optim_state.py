@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer state dicts by FSDP1's names, for models of either layout.
 
-Outside they are keyed by the names of the original parameters: whole tensors (full), or DTensors cut along dim 0 (sharded). An
-optimizer has this rank's part under positions. States are gathered and cut unit by unit: no rank has more than one unit's whole
-beside what it is to keep.
+Outside they are keyed by the names of the original parameters: whole tensors (full), or DTensors cut along dim 0
+(sharded). An optimizer has this rank's part under positions. States are gathered and cut unit by unit: no rank has more
+than one unit's whole beside what it is to keep.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OptimInput = list[dict] | Iterable[nn.Parameter] | None
 
 
 class OptimStateKeyType(enum.Enum):
-    """What the keys of an optimizer's state dict are."""
+    """Kinds of keys of an optimizer's state dict."""
 
     PARAM_NAME = enum.auto()
     PARAM_ID = enum.auto()
@@ -51,12 +51,21 @@ def _check_states(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, li
     needed = set().union(*(found for found, _ in of_ranks))
     missing = {rank: sorted(lacking & needed) for rank, (_, lacking) in enumerate(of_ranks) if lacking & needed}
     if missing:
-        said = [f"rank {rank} is missing the states of {', '.join(n for key in keys for n in key)}" for rank, keys in missing.items()]
-        raise RuntimeError("shardplan: every rank has to have the optimizer states that any rank has: " + "; ".join(said))
+        said = [
+            f"rank {rank} is missing the states of {', '.join(n for key in keys for n in key)}"
+            for rank, keys in missing.items()
+        ]
+        raise RuntimeError(
+            "shardplan: every rank has to have the optimizer states that any rank has: " + "; ".join(said)
+        )
 
 
 def _collected(
-    model: nn.Module, optimizer: torch.optim.Optimizer, of_flat: Callable[[torch.Tensor, FlatUnit], torch.Tensor], of_other: Callable, group
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    of_flat: Callable[[torch.Tensor, FlatUnit], torch.Tensor],
+    of_other: Callable,
+    group,
 ) -> dict:
     all_held = held_in(model)
     names = names_by_parameter(model, all_held)
@@ -88,8 +97,9 @@ def _on_host(state_dict: dict) -> dict:
 def full_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_input: OptimInput = None, rank0_only: bool = True, group=None
 ) -> dict:
-    """The whole state in host memory, by the names of the original parameters; with rank0_only on the first rank, {} on the others.
-    Collective. A rank that lacks a state which another has is an error on all, which names ranks and parameters."""
+    """The whole state in host memory, by the names of the original parameters; with rank0_only on the first rank, {} on
+    the others. Collective. A rank that lacks a state which another has is an error on all, which names ranks and
+    parameters."""
     del optim_input  # the optimizer itself says it
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank(group) == 0
 
@@ -106,7 +116,8 @@ def full_optim_state_dict(
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group=None) -> dict:
-    """The state by the names of the original parameters, as DTensors cut along dim 0 (those of fsdp2 as they are). Collective."""
+    """The state by the names of the original parameters, as DTensors cut along dim 0 (those of fsdp2 as they are).
+    Collective."""
 
     def of_other(value: object) -> object:
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -114,9 +125,11 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
     return _collected(model, optim, kept_sharded, of_other, group)
 
 
-def optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict | None = None, group=None) -> dict:
-    """Whole on every rank, or sharded inside `state_dict_type(model, "sharded")`. optim_state_dict: what optim.state_dict() gave, in
-    place of what the optimizer has now. Collective."""
+def optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict | None = None, group=None
+) -> dict:
+    """Whole on every rank, or sharded inside `state_dict_type(model, "sharded")`. optim_state_dict: what
+    optim.state_dict() gave, in place of what the optimizer has now. Collective."""
     if optim_state_dict is not None:
         optim = _with_state(optim, optim_state_dict)
     if state_dict_kind(model) == "sharded":
@@ -129,13 +142,17 @@ def _with_state(optimizer: torch.optim.Optimizer, state_dict: dict):
     parameters = [parameter for options in optimizer.param_groups for parameter in options["params"]]
     state = {parameters[key]: of for key, of in state_dict["state"].items()}
     pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
-    return types.SimpleNamespace(state=state, param_groups=[{**saved, "params": options["params"]} for options, saved in pairs])
+    return types.SimpleNamespace(
+        state=state, param_groups=[{**saved, "params": options["params"]} for options, saved in pairs]
+    )
 
 
 # ---- to the optimizer ----
 
 
-def _parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer | None, optim_input: OptimInput) -> list[list[nn.Parameter]]:
+def _parameter_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, optim_input: OptimInput
+) -> list[list[nn.Parameter]]:
     if optimizer is not None and optim_input is None:
         return [list(options["params"]) for options in optimizer.param_groups]
     given = list(model.parameters() if optim_input is None else optim_input)
@@ -149,7 +166,7 @@ def _parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer | None,
 
 
 class _Target:
-    """What the positions of an optimizer stand for."""
+    """The parameters that an optimizer's positions stand for."""
 
     def __init__(self, model: nn.Module, groups: list[list[nn.Parameter]]) -> None:
         self.all_held = held_in(model)
@@ -184,7 +201,10 @@ class _Target:
         own = {name for parameter in self.position for name in self.names[parameter]}
         for what, names in (("missing", own - set(saved)), ("not in the optimizer", set(saved) - own)):
             if names:
-                raise ValueError(f"shardplan: the optimizer state to load: {what}: {', '.join(sorted(names))} (strict=False lets them be)")
+                raise ValueError(
+                    f"shardplan: the optimizer state to load: {what}: {', '.join(sorted(names))} (strict=False lets "
+                    "them be)"
+                )
 
 
 def _check_unit(held: Held, saved: State) -> None:
@@ -194,7 +214,9 @@ def _check_unit(held: Held, saved: State) -> None:
         return
     for name in present[1:]:
         if set(saved[name]) != set(saved[present[0]]):
-            raise ValueError(f"shardplan: differing optimizer state names for parameters of one flat parameter: {present[0]}, {name}")
+            raise ValueError(
+                f"shardplan: differing optimizer state names for parameters of one flat parameter: {present[0]}, {name}"
+            )
     for key in saved[present[0]]:
         values = [saved[name][key] for name in present]
         if any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
@@ -204,13 +226,14 @@ def _check_unit(held: Held, saved: State) -> None:
         said = {(v.item(), v.dtype) if isinstance(v, torch.Tensor) else repr(v) for v in values}
         if len(said) > 1 or len(present) < len(held.names):
             raise ValueError(
-                f"shardplan: all parameters of a flat parameter must have scalar state {key} with the same value and dtype; found {sorted(map(str, said))}"
+                f"shardplan: all parameters of a flat parameter must have scalar state {key} with the same value and "
+                f"dtype; found {sorted(map(str, said))}"
                 f" for {', '.join(present)} of {', '.join(held.names)}"
             )
 
 
 def _cut_like(parameter: nn.Parameter, of: dict) -> dict:
-    """What a parameter of no flat unit has on this rank."""
+    """This rank's part of the state of a parameter outside of flat units."""
 
     def cut(value: object) -> object:
         if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
@@ -229,10 +252,15 @@ def _check_dict(state_dict: dict) -> None:
 
 
 def shard_full_optim_state_dict(
-    full_optim_state_dict: dict, model: nn.Module, optim_input: OptimInput = None, optim: torch.optim.Optimizer | None = None, *, strict: bool = False
+    full_optim_state_dict: dict,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = False,
 ) -> dict:
-    """This rank's part of a full (or sharded) state dict, as optim.load_state_dict takes it. strict: a parameter of the optimizer without
-    state, or one of the state dict that the optimizer has not, is an error."""
+    """This rank's part of a full (or sharded) state dict, as optim.load_state_dict takes it. strict: a parameter of the
+    optimizer without state, or one of the state dict that the optimizer has not, is an error."""
     _check_dict(full_optim_state_dict)
     target = _Target(model, _parameter_groups(model, optim, optim_input))
     saved: State = full_optim_state_dict["state"]
@@ -247,7 +275,9 @@ def shard_full_optim_state_dict(
     return {"state": state, "param_groups": target.param_groups(full_optim_state_dict["param_groups"])}
 
 
-def flatten_sharded_optim_state_dict(sharded_optim_state_dict: dict, model: nn.Module, optim: torch.optim.Optimizer) -> dict:
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: dict, model: nn.Module, optim: torch.optim.Optimizer
+) -> dict:
     """The reverse of sharded_optim_state_dict, as optim.load_state_dict takes it. Collective."""
     return shard_full_optim_state_dict(sharded_optim_state_dict, model, optim=optim)
 
@@ -295,10 +325,13 @@ def optim_state_dict_to_load(
     *,
     strict: bool = False,
 ) -> dict:
-    """What optim.load_state_dict takes of what `optim_state_dict` gave, full or sharded; load_directly: it is loaded, too. Collective."""
+    """Turns the result of `optim_state_dict`, full or sharded, into the argument of optim.load_state_dict.
+    load_directly: it is loaded, too. Collective."""
     del group  # units know their ranks
     if is_named_optimizer:
-        raise ValueError("shardplan: optimizers whose state dicts have names are not supported: give a torch.optim optimizer")
+        raise ValueError(
+            "shardplan: optimizers whose state dicts have names are not supported: give a torch.optim optimizer"
+        )
     loadable = shard_full_optim_state_dict(optim_state_dict, model, optim=optim, strict=strict)
     if load_directly:
         optim.load_state_dict(loadable)
@@ -312,10 +345,13 @@ def rekey_optim_state_dict(
     optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict:
-    """Positions of a plain model's optimizer in place of names, or the reverse. `model` is without a plan, or of the layout per_parameter."""
+    """Positions of a plain model's optimizer in place of names, or the reverse. `model` is without a plan, or of the
+    layout per_parameter."""
     _check_dict(optim_state_dict)
     if optim_state_key_type not in tuple(OptimStateKeyType):
-        raise ValueError(f"shardplan: rekey_optim_state_dict: expected an OptimStateKeyType, found {optim_state_key_type!r}")
+        raise ValueError(
+            f"shardplan: rekey_optim_state_dict: expected an OptimStateKeyType, found {optim_state_key_type!r}"
+        )
     names = {parameter: name for name, parameter in model.named_parameters()}
     order = [names[parameter] for group in _parameter_groups(model, optim, optim_input) for parameter in group]
     to_id = optim_state_key_type is OptimStateKeyType.PARAM_ID
@@ -325,7 +361,10 @@ def rekey_optim_state_dict(
     if unknown:
         raise ValueError(f"shardplan: rekey_optim_state_dict: no parameter of the optimizer is {unknown[0]!r}")
     state = {key_of[key]: of for key, of in optim_state_dict["state"].items()}
-    groups = [{**options, "params": [key_of[key] for key in options["params"]]} for options in optim_state_dict["param_groups"]]
+    groups = [
+        {**options, "params": [key_of[key] for key in options["params"]]}
+        for options in optim_state_dict["param_groups"]
+    ]
     if to_id:
         groups = [{**options, "params": sorted(options["params"])} for options in groups]
     return {"state": state, "param_groups": groups}

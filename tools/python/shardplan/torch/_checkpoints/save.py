@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a model and its optimizer as torch.distributed.checkpoint directories.
 
-Names and shapes are those of the original parameters, so a job of another world size, another policy, or real FSDP1 and FSDP2 loads them.
-What each rank holds is found out here; files are written and read by the compiled module (executor/session.h), which runs nothing that
-a file holds.
+Names and shapes are those of the original parameters, so a job of another world size, another policy, or real FSDP1 and
+FSDP2 loads them. This file finds out what each rank holds. The compiled module writes and reads the files
+(executor/session.h); it runs nothing that a file holds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Session:
         _wait_at_the_end()  # registered behind the peers' end, so it comes before
 
     def finish(self) -> None:
-        """What is under way. Collective."""
+        """Ends the save that is under way. Collective."""
         if self.saving is not None:
             self.saving.wait()
 
@@ -73,7 +73,10 @@ class Saving:
         self._held_s, self._steps, self._figures = held_s, 0, None
         # The copies are made beside the training: what they are made of is not to change before.
         _under_way.append(self)
-        self._hooks = [register_optimizer_step_pre_hook(self._hold_back), register_optimizer_step_post_hook(self._count)]
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._hold_back),
+            register_optimizer_step_post_hook(self._count),
+        ]
 
     def _hold_back(self, *_args) -> None:
         self._session.native.hold_back()
@@ -103,12 +106,16 @@ class Saving:
             self._figures = session.native.figures
 
     def cost(self) -> dict[str, float]:
-        """After wait(): bytes that this rank wrote, seconds for which the training loop was held (by save and by wait) and until the folder
-        had its name, optimizer steps that were made meanwhile, and the seconds held per such step."""
+        """After wait(): bytes that this rank wrote, and seconds for which the training loop was held (by save and by
+        wait). Also seconds until the folder had its name, optimizer steps made meanwhile, and the seconds held per such
+        step."""
         if self._figures is None:
             raise RuntimeError("shardplan: the save is not over: wait() first")
         steps = max(1, self._steps)
-        return {"bytes": self._figures[0], "held_s": self._held_s, "saved_s": self._figures[2], "steps": self._steps, "held_s_per_step": self._held_s / steps}
+        return {
+            "bytes": self._figures[0], "held_s": self._held_s, "saved_s": self._figures[2], "steps": self._steps,
+            "held_s_per_step": self._held_s / steps,
+        }
 
 
 def _end() -> None:
@@ -134,7 +141,7 @@ def _session_of(model: nn.Module) -> _Session:
 
 
 def _from_all(mine: Callable[[], object]) -> list:
-    """What `mine` gives on each rank. Raises, on all ranks, what any of them raised. Collective."""
+    """The results of `mine` on all ranks. Raises, on all ranks, what any of them raised. Collective."""
     failure: BaseException | None = None
     value = None
     try:
@@ -187,7 +194,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _described(state: dict) -> tuple[Tensors, dict[str, Box], dict[str, bytes]]:
-    """What this rank has: tensors, its box of each, objects."""
+    """This rank's tensors, its box of each, and objects."""
     tensors, boxes, objects = {}, {}, {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -200,8 +207,11 @@ def _described(state: dict) -> tuple[Tensors, dict[str, Box], dict[str, bytes]]:
     return tensors, boxes, objects
 
 
-def _shared_out(of_ranks: list[tuple[Tensors, dict[str, Box], dict[str, bytes]]]) -> tuple[Tensors, list[tuple], dict[str, bytes]]:
-    """All tensors; who writes which box of which (its index): of ranks that hold the same, the one with the fewest bytes so far; all objects."""
+def _shared_out(
+    of_ranks: list[tuple[Tensors, dict[str, Box], dict[str, bytes]]],
+) -> tuple[Tensors, list[tuple], dict[str, bytes]]:
+    """All tensors; who writes which box of which (its index): of ranks that hold the same, the one with the fewest
+    bytes so far; all objects."""
     tensors: Tensors = {}
     objects: dict[str, bytes] = {}
     for rank, (own, _, own_objects) in enumerate(of_ranks):
@@ -224,11 +234,16 @@ def _shared_out(of_ranks: list[tuple[Tensors, dict[str, Box], dict[str, bytes]]]
 
 
 def save(
-    folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | tuple = (), asynchronous: bool = False, replace: bool = False
+    folder: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | tuple = (),
+    asynchronous: bool = False,
+    replace: bool = False,
 ) -> Saving | None:
-    """Writes the parameters, the buffers, and the state of the optimizer (or of several) to a new folder, between two steps. asynchronous: the
-    state is copied to host memory (on a GPU to pinned memory, beside the training) and written while training goes on; `wait()` of what is
-    returned ends it, or the next save. replace: a checkpoint that is there stays until the new one is whole. Collective."""
+    """Writes the parameters, the buffers, and the state of the optimizer (or of several) to a new folder, between two
+    steps. asynchronous: the state is copied to host memory (on a GPU to pinned memory, beside the training). It is
+    written while training goes on; `wait()` of the returned Saving ends it, or the next save. replace: a checkpoint
+    that is there stays until the new one is whole. Collective."""
     begin, folder = time.perf_counter(), Path(folder)
     session = _session_of(model)
     session.finish()
@@ -241,9 +256,22 @@ def save(
 
         tensors, boxes, objects = _shared_out(_from_all(describe))
         (state, keys), names = found[0], list(tensors)
-        own = [_held(names[box[0]], state[names[box[0]]])[0].detach().contiguous() for box in boxes if box[1] == session.rank]
+        own = [
+            _held(names[box[0]], state[names[box[0]]])[0].detach().contiguous()
+            for box in boxes
+            if box[1] == session.rank
+        ]
         listed = [(name, *kind) for name, kind in tensors.items()]
-        session.native.save(str(folder), listed, boxes, objects, {name: list(path) for name, path in keys.items()}, own, asynchronous, replace)
+        session.native.save(
+            str(folder),
+            listed,
+            boxes,
+            objects,
+            {name: list(path) for name, path in keys.items()},
+            own,
+            asynchronous,
+            replace,
+        )
     except RuntimeError as error:
         raise RuntimeError(f"shardplan: cannot save to {folder}: {error}") from None
     if asynchronous:
@@ -278,7 +306,9 @@ def _read_into(checkpoint, name: str, box: Box, dtype: str, tensor: torch.Tensor
 def _read_own(folder: Path, state: dict, strict: bool) -> None:
     checkpoint = native.Checkpoint(str(folder))
     saved, objects = checkpoint.tensors, checkpoint.objects
-    missing = [name for name, value in state.items() if name not in (saved if isinstance(value, torch.Tensor) else objects)]
+    missing = [
+        name for name, value in state.items() if name not in (saved if isinstance(value, torch.Tensor) else objects)
+    ]
     if missing and strict:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise KeyError(f"the checkpoint has no {missing[0]}{more} (strict=False keeps what the model has)")
@@ -297,10 +327,12 @@ def _read_own(folder: Path, state: dict, strict: bool) -> None:
     checkpoint.check_unchanged()
 
 
-def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | tuple = (), strict: bool = True) -> None:
-    """Reads what `save`, `shardplan reshard-checkpoint`, or a job that saved `get_state_dict` under "model" and "optimizer", wrote: at any world
-    size and layout, and any format that has these names. Each rank reads what it holds; nothing that a file holds is run. strict=False: what
-    the checkpoint lacks stays as it is. Collective."""
+def load(
+    folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | tuple = (), strict: bool = True
+) -> None:
+    """Reads what `save`, `shardplan reshard-checkpoint`, or a job that saved `get_state_dict` under "model" and
+    "optimizer", wrote: at any world size and layout, and any format that has these names. Each rank reads what it
+    holds; nothing that a file holds is run. strict=False: what the checkpoint lacks stays as it is. Collective."""
     folder = Path(folder)
     _session_of(model).finish()
     try:
@@ -314,6 +346,7 @@ def load(folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Opt
     except RuntimeError as error:
         raise RuntimeError(f"shardplan: cannot load {folder}: {error}") from None
     state = unflatten_state_dict(*found[0])
-    # By flat names an optimizer that keeps no state (SGD without momentum) has none; set_state_dict tells the two forms apart by it.
+    # By flat names an optimizer that keeps no state (SGD without momentum) has none; set_state_dict tells the two forms
+    # apart by it.
     of_optimizer = {"state": {}, **state["optimizer"]} if "optimizer" in state else {}
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=of_optimizer)

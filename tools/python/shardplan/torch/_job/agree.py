@@ -18,7 +18,8 @@ from .store import next_store
 
 
 def model_signature(model: nn.Module) -> str:
-    """A digest of the names, shapes, dtypes, ties and placements of parameters and buffers; not of devices and values."""
+    """A digest of the names, shapes, dtypes, ties and placements of parameters and buffers; not of devices and
+    values."""
     lines = []
     seen: dict[int, int] = {}
 
@@ -35,8 +36,8 @@ def model_signature(model: nn.Module) -> str:
 
 
 def agree(model: nn.Module, plan, mesh: DeviceMesh | None, timeout_s: float, failure: str = "") -> None:
-    """Collective, through the default group's store. Raises PlanError on all ranks, naming those that differ, or those that
-    do not come within the timeout.
+    """Collective, through the default group's store. Raises PlanError on all ranks, naming those that differ, or those
+    that do not come within the timeout.
 
     plan: None where there is a failure, which the other ranks are told.
     """

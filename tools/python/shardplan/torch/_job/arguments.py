@@ -32,7 +32,9 @@ def check_choice(name: str, given: object, kind: Any) -> None:
 def whole_number(name: str, value: Any, least: int) -> int:
     """ValueError, with what is expected, where `value` is none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"shardplan.torch.profile: {name}: found {value!r}, expected a whole number of at least {least}")
+        raise ValueError(
+            f"shardplan.torch.profile: {name}: found {value!r}, expected a whole number of at least {least}"
+        )
     return value
 
 

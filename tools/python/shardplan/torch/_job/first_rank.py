@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first rank makes, on all ranks."""
+"""Results of the first rank, on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _alone(ranks: list[int]) -> bool:
 
 
 def from_first_rank(make: Callable[[], str], ranks: list[int], timeout_s: float) -> str:
-    """What make() returns on the first of the ranks, on all of them; PlanError likewise. Collective."""
+    """The result of make() on the first of the ranks, on all of them; PlanError likewise. Collective."""
     if _alone(ranks):
         return make()
     store = next_store("auto", ranks, timeout_s)
@@ -45,8 +45,8 @@ def from_first_rank(make: Callable[[], str], ranks: list[int], timeout_s: float)
 class AgreedMoment:
     """From which step on all ranks know of something that comes to be on the first rank while they train.
 
-    The first rank says at the begin of each step whether it is there, and every rank looks at what was said a step earlier: nobody waits for a
-    rank that is not a step behind.
+    The first rank says at the begin of each step whether it is there, and every rank looks at what was said a step
+    earlier: nobody waits for a rank that is not a step behind.
     """
 
     def __init__(self, ranks: list[int], timeout_s: float) -> None:

@@ -36,7 +36,8 @@ def resolve_mesh(plan, mesh: DeviceMesh | None, device: torch.device) -> DeviceM
     if mesh is None:
         if dist.get_world_size() != math.prod(sizes):
             raise PlanError(
-                f"the plan is for a world size of {math.prod(sizes)} ({_describe(dims)}), found {dist.get_world_size()} "
+                f"the plan is for a world size of {math.prod(sizes)} ({_describe(dims)}), found "
+                f"{dist.get_world_size()} "
                 f"ranks: plan again with a cluster of {dist.get_world_size()} ranks, or start {math.prod(sizes)}"
             )
         return init_device_mesh(device.type, sizes, mesh_dim_names=tuple(name for name, _ in dims))
@@ -58,8 +59,8 @@ def mesh_rank(mesh: DeviceMesh) -> int:
 
 
 def process_groups(plan, mesh: DeviceMesh, made: dict, timeout_s: float) -> list[dist.ProcessGroup]:
-    """One group per communicator of the plan: the mesh's own where it has it (or a mesh flattened from it), one that was `made`
-    before (ranks of all groups -> this rank's), or a new one, which is put there. Collective."""
+    """One group per communicator of the plan: the mesh's own (or that of a mesh flattened from it), else one that was
+    `made` before (ranks of all groups -> this rank's). A new one is put there. Collective."""
     own_rank = dist.get_rank()
     ranks = mesh.mesh.flatten().tolist()
     flattened = mesh._get_root_mesh()._flatten_mapping.values()
@@ -89,8 +90,8 @@ def _flattened(mesh: DeviceMesh, dims: list[int]) -> DeviceMesh:
 
 
 def data_parallel_mesh(plan, named, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
-    """FSDP's own mesh, what fully_shard is given: one dimension to replicate over where there are such dimensions, one to
-    shard over likewise, in this order; several of either are flattened into one. And: is there one to shard over?
+    """FSDP's own mesh, what fully_shard is given: one dimension to replicate over where there are such dimensions, one
+    to shard over likewise, in this order; several of either are flattened into one. And: is there one to shard over?
     Collective.
 
     named: which dimensions of the plan's mesh these are, or None: those named so.

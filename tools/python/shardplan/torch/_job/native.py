@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds and loads the compiled module `_shardplan`: an installed one, that of a build folder of the repository, or one that is compiled for this torch."""
+"""Finds and loads the compiled module `_shardplan`: an installed one, that of a build folder of the repository, or one
+that is compiled for this torch."""
 
 from __future__ import annotations
 
@@ -19,16 +20,21 @@ from shardplan.installing import in_checkout
 
 
 def _build_folders() -> list[pathlib.Path]:
-    """Where a build leaves the module: in $SHARDPLAN_BUILD, else in the presets' folders, newest module first.
+    """Folders in which a build leaves the module: $SHARDPLAN_BUILD, else those of the presets, newest module first.
 
-    Those of sanitizers are taken only where $SHARDPLAN_BUILD names them: an interpreter without their runtime ends at the import.
+    Builds of sanitizers are taken only if $SHARDPLAN_BUILD names them: an interpreter without their runtime ends at the
+    import.
     """
     if build := os.environ.get("SHARDPLAN_BUILD"):
         return [pathlib.Path(build) / "python"]
     if not in_checkout():
         return []
     root = pathlib.Path(__file__).resolve().parents[5]
-    modules = [module for module in (root / "build").glob("*/python/_shardplan*.so") if module.parts[-3] not in ("asan", "tsan")]
+    modules = [
+        module
+        for module in (root / "build").glob("*/python/_shardplan*.so")
+        if module.parts[-3] not in ("asan", "tsan")
+    ]
     return [module.parent for module in sorted(modules, key=lambda m: m.stat().st_mtime, reverse=True)]
 
 
@@ -51,9 +57,12 @@ def _load() -> types.ModuleType:
             print(f"shardplan: {''.join(refused)}Another one is compiled", file=sys.stderr, flush=True)
         return _load_compiled()
     state = "is built with another torch" if refused else "is neither installed nor built"
+    remedy = "Install the wheel of shardplan-torch that belongs to this torch"
+    if in_checkout():
+        remedy = "Run `tools/build dev`"
     raise ImportError(
         f"shardplan.torch needs the compiled module _shardplan, which {state}. {''.join(refused)}"
-        f"{'Run `tools/build dev`' if in_checkout() else 'Install the wheel of shardplan-torch that belongs to this torch'}, or set SHARDPLAN_BUILD to a build folder."
+        f"{remedy}, or set SHARDPLAN_BUILD to a build folder."
     )
 
 

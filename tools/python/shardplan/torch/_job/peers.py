@@ -34,7 +34,7 @@ def _store_rank(store: dist.Store) -> int | None:
 
 
 def peers() -> native.Peers | None:
-    """Of the default group; None where there are no processes to watch. The first call begins to watch."""
+    """The peers of the default group; None if there are no processes to watch. The first call begins to watch."""
     if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() < 2:
         return None
     group = dist.distributed_c10d._get_default_group()
@@ -43,7 +43,9 @@ def peers() -> native.Peers | None:
             atexit.register(_leave)
             multiprocessing.util.Finalize(None, _leave, exitpriority=0)  # its processes do not run atexit
         store = job_store(default_timeout_s())
-        _peers[group] = native.Peers(dist.PrefixStore("peers", store), dist.get_rank(), dist.get_world_size(), _store_rank(store))
+        _peers[group] = native.Peers(
+            dist.PrefixStore("peers", store), dist.get_rank(), dist.get_world_size(), _store_rank(store)
+        )
         _watching.add(_peers[group])
     return _peers[group]
 
@@ -64,9 +66,11 @@ _PATIENCE_S = 3.0
 
 
 def connect(function: Callable[[], T], timeout_s: float) -> T:
-    """function(), which makes process groups: PyTorch waits for other ranks there, through a store that may never answer.
+    """function(), which makes process groups: PyTorch waits for other ranks there, through a store that may never
+    answer.
 
-    So it runs in a thread that is given up when time is up, or a rank has died. Raises PlanError, naming who did not arrive.
+    So it runs in a thread that is given up when time is up, or a rank has died. Raises PlanError, naming who did not
+    arrive.
     """
     watched = peers()
     if watched is None:

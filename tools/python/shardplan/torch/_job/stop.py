@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job that is told to end by a signal: all ranks leave their loop behind the same step.
 
-[Note: who was told] A launcher signals every rank, at no one moment, and ranks are not at the same place in their loops. So each step ends with a sum of
-who was told, over CPU ranks and beside the next step: it is looked at one step later, by all, and all find the same.
+[Note: who was told] A launcher signals every rank, at no one moment, and ranks are not at the same place in their
+loops. So each step ends with a sum of who was told, over CPU ranks and beside the next step: it is looked at one step
+later, by all, and all find the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .peers import connect
 
 
 class StopOnSignal:
-    """What `stop_on_signal` returns."""
+    """The context that `stop_on_signal` returns."""
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         self._signals = tuple(signals)
@@ -43,7 +44,9 @@ class StopOnSignal:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
         self._restore()
         if kind is None and self._work is not None:
             self._work.wait()
@@ -63,7 +66,8 @@ class StopOnSignal:
         return self._told
 
     def __call__(self) -> bool:
-        """At the end of a step, on every rank: whether the loop is to end here. The same on all ranks. A signal of one of them is known behind the next step."""
+        """At the end of a step, on every rank: whether the loop is to end here. The same on all ranks. A signal of one
+        of them is known behind the next step."""
         if self._group is None:
             return self._told
         if self._work is not None:
@@ -84,6 +88,7 @@ def stop_on_signal(signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> Sto
                     shardplan.torch.save(f"checkpoints/step_{step + 1}", model, optimizer)
                     break
 
-    While the context lasts, these signals end nothing by themselves. Entered in the main thread. Collective, as the calls of `stop` are.
+    While the context lasts, these signals end nothing by themselves. Entered in the main thread. Collective, as the
+    calls of `stop` are.
     """
     return StopOnSignal(signals)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of the default group's store that is this job's.
 
-[Note: a store that outlives its ranks] torchrun's agent serves the store, and when it starts the ranks again the store still has all keys of those before: who died, what they
-agreed on, which plan they took. Nothing that the environment says differs between the two (restarts are counted by each node for itself). So the
-ranks draw lots: each of them leaves a word of its own, rank 0 answers every word with the name of what the ranks share from then on, until
-each has said that it knows it. A word of an earlier rank gets an answer, too, which nobody reads.
+[Note: a store that outlives its ranks] torchrun's agent serves the store, and when it starts the ranks again the store
+still has all keys of those before: who died, what they agreed on, which plan they took. Nothing that the environment
+says differs between the two (restarts are counted by each node for itself). So the ranks draw lots: each of them leaves
+a word of its own. Rank 0 answers every word with the name of what the ranks share from then on, until each has said
+that it knows the name. A word of an earlier rank gets an answer, too, which nobody reads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _exchanges: collections.Counter = collections.Counter()  # by their kind and the
 
 
 def job_store(timeout_s: float) -> dist.Store:
-    """Of the default group. The first call waits for rank 0's, if torchrun's agent serves the store."""
+    """The part of the default group's store. The first call waits for rank 0's, if torchrun's agent serves the
+    store."""
     group = dist.distributed_c10d._get_default_group()
     if group not in _stores:
         store = dist.distributed_c10d._get_default_store()
@@ -41,7 +43,9 @@ def job_store(timeout_s: float) -> dist.Store:
 def next_store(kind: str, ranks: list[int], timeout_s: float) -> dist.Store:
     """One for each exchange of a kind among these ranks, which count them alike."""
     _exchanges[kind, tuple(ranks)] += 1
-    return dist.PrefixStore(f"{kind}/{zlib.crc32(repr(ranks).encode())}/{_exchanges[kind, tuple(ranks)]}", job_store(timeout_s))
+    return dist.PrefixStore(
+        f"{kind}/{zlib.crc32(repr(ranks).encode())}/{_exchanges[kind, tuple(ranks)]}", job_store(timeout_s)
+    )
 
 
 def served_by_agent() -> bool:
@@ -53,7 +57,9 @@ def _name(store: dist.Store, timeout_s: float) -> str:
     if dist.get_rank() == 0:
         name = uuid.uuid4().hex
         ranks = range(1, dist.get_world_size())
-        threading.Thread(target=_answer, args=(own.clone(), name, ranks, timeout_s), name="shardplan-names", daemon=True).start()
+        threading.Thread(
+            target=_answer, args=(own.clone(), name, ranks, timeout_s), name="shardplan-names", daemon=True
+        ).start()
         return name
     word = uuid.uuid4().hex
     own.set(f"word/{dist.get_rank()}", word)

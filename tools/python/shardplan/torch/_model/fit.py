@@ -42,7 +42,7 @@ def trace_fqn(name: str) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What the wrappers are around."""
+    """The module inside of the wrappers."""
     while inner := next((getattr(module, name) for name in _WRAPPERS if hasattr(module, name)), None):
         module = inner
     return module
@@ -72,8 +72,8 @@ def parameters_of(model: nn.Module) -> dict[str, ModelParameter]:
 
 
 def untied(plan, by_fqn: dict[str, ModelParameter]) -> dict[str, ModelParameter]:
-    """`by_fqn` with an entry for each unit that has a parameter: of one that is tied across units every unit gets a copy, as
-    PyTorch has it, whose names are those that the plan gives it. Warns of each, naming them."""
+    """`by_fqn` with an entry for each unit that has a parameter. If a parameter is tied across units, each unit gets a
+    copy, as in PyTorch, with the names that the plan gives it. Warns of each, naming them."""
     apart = dict(by_fqn)
     for unit in plan.units:
         for expected in unit.parameters:
@@ -88,7 +88,8 @@ def untied(plan, by_fqn: dict[str, ModelParameter]) -> dict[str, ModelParameter]
         if len(entries) > 1 and id(found) not in entries:
             names = " and ".join(entry.slots[0].fqn for entry in entries.values())
             warnings.warn(
-                f"shardplan: {names} are tied, in several units: each unit trains a copy of its own, as in PyTorch's FSDP",
+                f"shardplan: {names} are tied, in several units: each unit trains a copy of its own, as in PyTorch's "
+                "FSDP",
                 stacklevel=4,
             )
         else:
@@ -97,7 +98,7 @@ def untied(plan, by_fqn: dict[str, ModelParameter]) -> dict[str, ModelParameter]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As documents have it: "float32"."""
+    """The name in documents: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -106,7 +107,7 @@ def _unit_name(unit) -> str:
 
 
 def _difference(expected, found: ModelParameter | None, unit) -> str | None:
-    """What is wrong with one parameter of the plan, or None."""
+    """The difference in one parameter of the plan, or None."""
 
     def says(what: str, in_plan, in_model) -> str:
         return f"parameter {expected.fqn} of {_unit_name(unit)}: {what} expected {in_plan}, found {in_model}"
@@ -188,8 +189,10 @@ def check_placement(by_fqn: dict[str, ModelParameter], mesh: DeviceMesh | None) 
 
 
 def refuse_to_copy(*_args) -> None:
-    """__deepcopy__ and __reduce_ex__ of what an applied model has: its copy would share hooks and memory with it. FSDP2 refuses, too."""
+    """__deepcopy__ and __reduce_ex__ of what an applied model has: its copy would share hooks and memory with it. FSDP2
+    refuses, too."""
     raise RuntimeError(
-        "shardplan: a module of an applied plan does not support deepcopy and pickling: the copy's hooks would be this one's. "
+        "shardplan: a module of an applied plan does not support deepcopy and pickling: the copy's hooks would be "
+        "this one's. "
         "Save and load by state_dict(), and copy the model before shardplan.torch.apply"
     )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards of modules: replaced without a wrapper, run under PyTorch's checkpoint, entered by another method, and told apart by their arguments.
+"""Forwards of modules: replaced without a wrapper, run under PyTorch's checkpoint, entered by another method, and told
+apart by their arguments.
 
-A wrapper around a module would change the names of its parameters. So the module's forward is replaced; its hooks stay outside, as those of a wrapper do.
+A wrapper around a module would change the names of its parameters. So the module's forward is replaced; its hooks stay
+outside, as those of a wrapper do.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def replace(forwards: list[tuple[nn.Module, Callable]]) -> Callable[[], None]:
 
 
 def recompute(plan, model: nn.Module) -> Callable[[], None]:
-    """Makes the modules that the plan recomputes do so. A model with wrappers of its own is left as it is. Returns what undoes it."""
+    """Makes the modules that the plan recomputes do so. A model with wrappers of its own is left as it is. Returns what
+    undoes it."""
     rule = json.loads(plan.strategy_json).get("checkpoint")
     if not rule or any(isinstance(module, CheckpointWrapper) for module in model.modules()):
         return lambda: None
@@ -58,18 +61,22 @@ def _checkpointed(forward: Callable, options: dict) -> Callable:
 def _chosen(model: nn.Module, rule: dict) -> list[nn.Module]:
     """In the order of the module tree, of which every so many-th counts."""
     named = dict(model.named_modules())
-    found = [module for name, module in named.items() if any(patterns.matches(entry, name, type(module).__name__) for entry in rule["modules"])]
+    found = [
+        module
+        for name, module in named.items()
+        if any(patterns.matches(entry, name, type(module).__name__) for entry in rule["modules"])
+    ]
     every = rule.get("every", 1)
     return found[every - 1 :: every]
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """From now on a call of the method is a call of the module: it gathers and frees the parameters of the module's unit,
-    as torch.distributed.fsdp.register_fsdp_forward_method has it for FSDP2.
+    """From now on a call of the method is a call of the module: it gathers and frees the parameters of the module's
+    unit, as torch.distributed.fsdp.register_fsdp_forward_method has it for FSDP2.
 
     To be called on the model that is traced and on the one that a plan is applied to, before either. The call goes
-    through nn.Module.__call__, so that all forward hooks of the module run, also those of others. While the method runs, a
-    call of the module itself runs its forward.
+    through nn.Module.__call__, so that all forward hooks of the module run, also those of others. While the method
+    runs, a call of the module itself runs its forward.
     """
     method = getattr(module, method_name, None)
     if not inspect.ismethod(method) or method.__self__ is not module:

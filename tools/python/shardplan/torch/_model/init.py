@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model's values come from before they are sharded: modules on the meta device, or rank 0."""
+"""Sources of a model's values before they are sharded: modules on the meta device, or rank 0."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ Initialize = Callable[[nn.Module], None]
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """What a module is initialized with when `apply` is given nothing else."""
+    """The default initialization of a module."""
     if not hasattr(module, "reset_parameters"):
         raise PlanError(
             f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(): give "
-            "shardplan.torch.auto (or apply) initialize=, a function of one module that fills them. Where the script calls model.to_empty() and then the "
-            "model's own initialization behind fully_shard, both may stay behind auto: then initialize=lambda module: None"
+            "shardplan.torch.auto (or apply) initialize=, a function of one module that fills them. Where the script "
+            "calls model.to_empty() and then the "
+            "model's own initialization behind fully_shard, both may stay behind auto: then initialize=lambda module: "
+            "None"
         )
     module.reset_parameters()
 
@@ -89,8 +91,8 @@ class Source:
 
 
 def broadcast_over(mesh: DeviceMesh, tensor: torch.Tensor) -> None:
-    """The first rank's values on every rank: along the last dimension of the mesh, then along the ones before it; of a DTensor
-    not along its own dimensions, where each rank has its own part."""
+    """The first rank's values on every rank: along the last dimension of the mesh, then along the ones before it; of a
+    DTensor not along its own dimensions, where each rank has its own part."""
     own = tensor.device_mesh.get_all_groups() if isinstance(tensor, DTensor) else []
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     for group in reversed(mesh.get_all_groups()):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace made of the module tree alone: modules run once each, in the order of their registration, and pass their gradients back in the
-reverse order. Most models do; for the others it is where the first plan begins, and their first step says what they really do."""
+"""A trace made of the module tree alone: modules run once each, in the order of their registration, and pass their
+gradients back in the reverse order. Most models do; for the others it is where the first plan begins, and their first
+step says what they really do."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDic
 
 
 def module_entries(names: dict[str, str], parameters: list[dict]) -> list[dict]:
-    """A trace's `modules`: the tree, and each parameter in the modules that hold it. names: FQN -> class name, in tree order."""
+    """A trace's `modules`: the tree, and each parameter in the modules that hold it. names: FQN -> class name, in tree
+    order."""
     children: dict[str, list[str]] = {}
     for fqn in names:
         if fqn:
@@ -104,7 +106,8 @@ class _Walk:
             if child is not None:
                 self._module(f"{fqn}.{name}" if fqn else name)
         if called:
-            passes_on = not fqn and bool(self.tensors)  # a root returns the tensor that its last module has made, whose hooks are asked first
+            # A root returns the tensor that its last module has made, whose hooks are asked first.
+            passes_on = not fqn and bool(self.tensors)
             if not passes_on:
                 self.tensors.append({"shape": [1], "dtype": "float32", "requires_grad": self._trains})
             self.forward.append(["exit", self._ids[fqn], [len(self.tensors) - 1]])
@@ -113,7 +116,8 @@ class _Walk:
 
 
 def outline(model: nn.Module, own_dims: Collection[str] = ()) -> dict[str, Any]:
-    """The trace document. own_dims: FSDP's dimensions of the mesh that parameters are on already; they are replicated there."""
+    """The trace document. own_dims: FSDP's dimensions of the mesh that parameters are on already; they are replicated
+    there."""
     names = class_names(model)
     by_fqn = parameters_of(model)
     parameters = _parameter_entries(by_fqn, own_dims)

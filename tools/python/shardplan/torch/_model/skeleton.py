@@ -15,7 +15,7 @@ from .fit import modules_of
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What is compiled in the model is compiled in its copy, too."""
+    """A copy in which the modules are compiled that are compiled in the model."""
     copied = copy.deepcopy(model, memo)
     if any(module._compiled_call_impl is not None for module in model.modules()):
         from shardplan.tracer import compiled  # takes seconds to import
@@ -40,7 +40,8 @@ class Skeleton:
     """Made before a plan is applied: parameters are whole then."""
 
     def __init__(self, model: nn.Module, param_dtype: str | None) -> None:
-        """param_dtype: what the plan computes in. None: the parameters' own. A model that cannot be copied is no error before it is to be traced."""
+        """param_dtype: what the plan computes in. None: the parameters' own. A model that cannot be copied is no error
+        before it is to be traced."""
         self._param_dtype = param_dtype
         self._model: nn.Module | None = None
         self._why_not = ""

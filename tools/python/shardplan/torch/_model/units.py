@@ -24,7 +24,7 @@ Units = Sequence["str | type[nn.Module] | nn.Module | dict[str, Any]"]
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Those of fully_shard that a unit has of its own; None: not given."""
+    """A unit's own arguments of fully_shard; None: not given."""
 
     mesh: DeviceMesh | None = None
     reshard_after_forward: bool | int | None = None
@@ -50,10 +50,12 @@ class Mark:
 
 
 def unit(module: nn.Module | list[nn.Module], **arguments: Any) -> nn.Module | list[nn.Module]:
-    """Marks a module (modules, for one unit of all of them) as a unit of the plan that `auto` makes, as a call of fully_shard does.
+    """Marks a module (modules, for one unit of all of them) as a unit of the plan that `auto` makes, as a call of
+    fully_shard does.
 
-    Takes fully_shard's arguments: mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params,
-    dp_mesh_dims. So an `apply_fsdp` function ports line by line; the call for the root may stay, or be `auto` itself. Returns its argument.
+    Takes fully_shard's arguments: mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy,
+    ignored_params, dp_mesh_dims. So an `apply_fsdp` function ports line by line; the call for the root may stay, or be
+    `auto` itself. Returns its argument.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     if not modules or not all(isinstance(one, nn.Module) for one in modules):
@@ -61,7 +63,9 @@ def unit(module: nn.Module | list[nn.Module], **arguments: Any) -> nn.Module | l
     mark = Mark(modules, Arguments.of(arguments), next(_order))
     for one in modules:
         if isinstance(one, (nn.ModuleList, nn.ModuleDict)):
-            raise ValueError(f"shardplan: a {type(one).__name__} has no forward, so it is no unit: mark the modules in it")
+            raise ValueError(
+                f"shardplan: a {type(one).__name__} has no forward, so it is no unit: mark the modules in it"
+            )
         if _MARK in vars(one):
             raise ValueError(f"shardplan: this {type(one).__name__} is marked as a unit already")
     object.__setattr__(modules[0], _MARK, mark)
@@ -74,8 +78,10 @@ def forget_marks(model: nn.Module) -> None:
 
 
 def _data_parallel(dims: Any) -> dict[str, list[str]]:
-    """Of DataParallelMeshDims, as a strategy has it."""
-    return {kind: list(names) for kind, names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)) if names}
+    """DataParallelMeshDims in the form of a strategy."""
+    return {
+        kind: list(names) for kind, names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)) if names
+    }
 
 
 class Strategy:
@@ -95,16 +101,23 @@ class Strategy:
 
     def document(self, units: Units | None) -> dict[str, Any]:
         marks = sorted(
-            (vars(module)[_MARK] for module in self._model.modules() if _MARK in vars(module)), key=lambda mark: mark.order
+            (vars(module)[_MARK] for module in self._model.modules() if _MARK in vars(module)),
+            key=lambda mark: mark.order,
         )
         if units is not None and marks:
-            raise ValueError("shardplan: modules are marked with shardplan.torch.unit, and `units` is given: one of them says what units are")
+            raise ValueError(
+                "shardplan: modules are marked with shardplan.torch.unit, and `units` is given: one of them says what "
+                "units are"
+            )
         given = [self._defaults.dp_mesh_dims, *(mark.arguments.dp_mesh_dims for mark in marks)]
         self._dims = next((dims for dims in given if dims is not None), None)
         meshes = [mark.arguments.mesh for mark in marks if mark.arguments.mesh is not None]
         self._mesh = self._mesh or next(iter(meshes), None)
         if other := next((mesh for mesh in meshes if mesh != self._mesh), None):
-            raise PlanError(f"units on several meshes ({self._mesh} and {other}): write the strategy, `parameter_meshes` and `data_parallel`, and plan it")
+            raise PlanError(
+                f"units on several meshes ({self._mesh} and {other}): write the strategy, `parameter_meshes` and "
+                "`data_parallel`, and plan it"
+            )
         rules = [self._marked(mark) for mark in marks] if marks else [self._rule(entry) for entry in units or []]
         if rules and not any("" in rule["modules"] for rule in rules):
             rules.append({"modules": [""]})
@@ -114,7 +127,9 @@ class Strategy:
         if self._ignored:
             document["ignored_parameters"] = sorted(self._ignored)
         if self._shard_dims:
-            document["fsdp2"] = {"shard_dims": [{"parameters": [fqn], "dim": dim} for fqn, dim in self._shard_dims.items()]}
+            document["fsdp2"] = {
+                "shard_dims": [{"parameters": [fqn], "dim": dim} for fqn, dim in self._shard_dims.items()]
+            }
         return document
 
     @property
@@ -124,7 +139,7 @@ class Strategy:
 
     @property
     def whole_mesh(self) -> DeviceMesh | None:
-        """What the plan is applied on: with parameters that other dimensions cut already, all of these."""
+        """The mesh that the plan is applied on: all dimensions, if others than FSDP's cut parameters already."""
         if self._mesh is None or self._dims is not None or not self._is_cut():
             return self._mesh
         return self._mesh._get_root_mesh()
@@ -148,7 +163,8 @@ class Strategy:
         if isinstance(entry, dict):
             return dict(entry)
         raise TypeError(
-            f"shardplan: units are patterns of FQNs ('layers.*'), classes, modules or rules of a strategy document, not {type(entry).__name__}"
+            "shardplan: units are patterns of FQNs ('layers.*'), classes, modules or rules of a strategy document, "
+            f"not {type(entry).__name__}"
         )
 
     def _marked(self, mark: Mark) -> dict[str, Any]:
@@ -182,12 +198,18 @@ class Strategy:
 
     def _mixed_precision(self, policy: MixedPrecisionPolicy, parameters: dict) -> dict[str, Any]:
         names = ("param_dtype", "reduce_dtype", "output_dtype")
-        fields: dict[str, Any] = {name: dtype_name(getattr(policy, name)) for name in names if getattr(policy, name) is not None}
+        fields: dict[str, Any] = {
+            name: dtype_name(getattr(policy, name)) for name in names if getattr(policy, name) is not None
+        }
         if not policy.cast_forward_inputs:
             fields["cast_forward_inputs"] = False
         override = getattr(policy, "param_dtype_override_fn", None)  # 2.15
         if override is not None:
-            kept = [fqn for fqn, found in parameters.items() if override(found.parameter) == found.parameter.dtype != policy.param_dtype]
+            kept = [
+                fqn
+                for fqn, found in parameters.items()
+                if override(found.parameter) == found.parameter.dtype != policy.param_dtype
+            ]
             if kept:
                 fields["keep_param_dtype"] = kept
         return fields
@@ -199,7 +221,8 @@ class Strategy:
                 continue
             if not isinstance(placed, Shard):
                 raise PlanError(
-                    f"shard_placement_fn puts {fqn} on a mesh of its own ({type(placed).__name__}): write the strategy (`parameter_meshes`), and plan it"
+                    f"shard_placement_fn puts {fqn} on a mesh of its own ({type(placed).__name__}): write the "
+                    "strategy (`parameter_meshes`), and plan it"
                 )
             if placed.dim != 0:
                 self._shard_dims[fqn] = placed.dim % found.parameter.ndim
@@ -211,18 +234,28 @@ class Strategy:
         if self._is_cut() or self._dims is not None:
             whole = self.whole_mesh
             if whole.mesh_dim_names is None or mesh.mesh_dim_names is None:
-                raise PlanError("the mesh needs names for its dimensions (mesh_dim_names) where parameters are DTensors already, or dp_mesh_dims names some")
+                raise PlanError(
+                    "the mesh needs names for its dimensions (mesh_dim_names) where parameters are DTensors already, "
+                    "or dp_mesh_dims names some"
+                )
             names = mesh.mesh_dim_names
             own = {"shard": [names[-1]], "replicate": list(names[:-1])}
             if self._dims is not None:
                 if len(self._dims.shard_names) > 1 and self._is_cut():
-                    raise PlanError("dp_mesh_dims names several dimensions to shard over, and parameters are DTensors on them: give one dimension")
+                    raise PlanError(
+                        "dp_mesh_dims names several dimensions to shard over, and parameters are DTensors on them: "
+                        "give one dimension"
+                    )
                 own = {"shard": [], "replicate": [], **_data_parallel(self._dims)}
                 if unknown := [name for listed in own.values() for name in listed if name not in names]:
-                    raise PlanError(f"dp_mesh_dims names {', '.join(unknown)}, and the mesh has the dimensions {', '.join(names)}")
+                    raise PlanError(
+                        f"dp_mesh_dims names {', '.join(unknown)}, and the mesh has the dimensions {', '.join(names)}"
+                    )
             dims = [{"name": name, "size": whole.size(i)} for i, name in enumerate(whole.mesh_dim_names)]
             return {"mesh": dims, "data_parallel": {kind: listed for kind, listed in own.items() if listed}}
         if mesh.ndim > 2:
-            raise PlanError(f"fully_shard takes a mesh of one dimension, or of two (replicate, shard); found {mesh.ndim}")
+            raise PlanError(
+                f"fully_shard takes a mesh of one dimension, or of two (replicate, shard); found {mesh.ndim}"
+            )
         kinds = ("replicate", "shard")[2 - mesh.ndim :]
         return {"mesh": [{"name": kind, "size": mesh.size(i)} for i, kind in enumerate(kinds)]}

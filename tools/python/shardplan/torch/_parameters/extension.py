@@ -38,7 +38,7 @@ class ExtendedParameter:
         return self.sharded.shard._local_tensor
 
     def inputs(self) -> list[torch.Tensor]:
-        """What this rank gathers, each tensor 1-D."""
+        """The tensors that this rank gathers, each 1-D."""
         pre = getattr(self._local(), PRE)
         old = len(inspect.signature(pre).parameters) == 1
         arguments = () if old else (self.size, self.stride, self.module, self.policy)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flat units, FSDP1's layout: the parameters of a unit concatenated to one, cut into equal slices.
 
-Without original parameters (FSDP1's default) a unit shows one parameter, `_flat_param` of its module, whose data is this
-rank's slice; the modules' own names hold plain tensors, views of the gathered memory. With them (use_orig_params) the
-model keeps its nn.Parameters, and each one's data is what of it lies in this rank's slice.
+Without original parameters (FSDP1's default) a unit shows one parameter, `_flat_param` of its module, whose data is
+this rank's slice; the modules' own names hold plain tensors, views of the gathered memory. With them (use_orig_params)
+the model keeps its nn.Parameters, and each one's data is what of it lies in this rank's slice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def fast_slot(module: nn.Module) -> bool:
 
 
 def _native_slots(slots: list[Slot], registered: bool) -> list[tuple]:
-    """registered: in module._parameters; otherwise as a plain attribute (of modules, whose dictionaries own the runtime)."""
+    """registered: in module._parameters; otherwise as a plain attribute (of modules, whose dictionaries own the
+    runtime)."""
     return [(s.module, s.module._parameters if registered else None, s.name, fast_slot(s.module)) for s in slots]
 
 
@@ -53,9 +54,9 @@ def flatten(unit, parameters: list[ModelParameter]) -> torch.Tensor:
 class FlatUnit:
     """A flat unit of the plan on this rank.
 
-    ranks, index: how many slices the flat parameter is cut into, and which one is this rank's; group: the ranks that hold
-    the others. shard: this rank's slice. visible: the parameters that the optimizer sees. slots: by parameter of the unit,
-    where modules register it.
+    ranks, index: how many slices the flat parameter is cut into, and which one is this rank's; group: the ranks that
+    hold the others. shard: this rank's slice. visible: the parameters that the optimizer sees. slots: by parameter of
+    the unit, where modules register it.
     """
 
     def __init__(self, runtime, unit_id: int, plan, by_fqn: dict[str, ModelParameter], groups: list) -> None:
@@ -86,7 +87,7 @@ class FlatUnit:
 
     @property
     def device(self) -> torch.device:
-        """Where it is gathered; the shard may be in host memory."""
+        """The device on which it is gathered; the shard may be in host memory."""
         return self.runtime.unsharded_view(self.id, 0).device if self.parameters else self.shard.device
 
     @property
@@ -103,7 +104,7 @@ class FlatUnit:
         return (first - begin, last - first) if last > first else (0, 0)
 
     def shape_of(self, position: int) -> list[int]:
-        """Of an original parameter's data between steps."""
+        """Shape of an original parameter's data between steps."""
         return list(self.unit.parameters[position].shape) if self.ranks == 1 else [self.slice_of(position)[1]]
 
     def show_slice(self, position: int) -> None:
@@ -119,7 +120,8 @@ class FlatUnit:
             setattr(slot.module, slot.name, view)
 
     def write_back(self) -> None:
-        """What the user replaced since is copied into the shard; a parameter that was itself replaced is forgotten."""
+        """Copies data that the user has replaced since into the shard; a parameter that was itself replaced is
+        forgotten."""
         self.runtime.write_back(self.id)
         if not self.original:
             return
@@ -193,8 +195,8 @@ def _buffer_dtypes(plan, model: nn.Module) -> list[tuple[torch.Tensor, torch.dty
 
 
 def cast_buffers(plan, model: nn.Module) -> Callable[[], None]:
-    """Mixed precision's buffer_dtype: floating-point buffers are cast now; with full_precision_in_eval a forward of a model
-    that is not in training mode finds them in their own dtype again. Returns what undoes it."""
+    """Mixed precision's buffer_dtype: floating-point buffers are cast now; with full_precision_in_eval a forward of a
+    model that is not in training mode finds them in their own dtype again. Returns what undoes it."""
     casts = [(buffer, dtype, buffer.dtype) for buffer, dtype in _buffer_dtypes(plan, model)]
 
     @torch.no_grad()

@@ -113,9 +113,10 @@ def summoned_gradients(units: list[FlatUnit], writeback: bool) -> Iterator[tuple
 def summoned(
     units: list[FlatUnit], writeback: bool, rank0_only: bool = False, offload_to_cpu: bool = False
 ) -> Iterator[list[torch.Tensor]]:
-    """Inside, the units' modules hold whole nn.Parameters under their own names. writeback: what was changed in them, the
-    same on all ranks, is in the slices afterwards. rank0_only: on the first of the ranks that share a unit; the others hold
-    what they do between steps. offload_to_cpu: they are in host memory. Gives the flat parameters. Collective."""
+    """Inside, the units' modules hold whole nn.Parameters under their own names. writeback: what was changed in them,
+    the same on all ranks, is in the slices afterwards. rank0_only: on the first of the ranks that share a unit; the
+    others hold what they do between steps. offload_to_cpu: they are in host memory. Gives the flat parameters.
+    Collective."""
     units = [flat for flat in units if flat.parameters]
     wholes = [gather(flat) for flat in units]
     if rank0_only:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations in host memory between forward and backward, as the plan's strategy has it.
 
-What autograd saves in a module's forward passes through hooks of `saved_tensors_hooks`. The plan's instructions copy the storages to the
-host, let go of them, and bring them back: `take`, `drop` and `give` are called by the replayer. A step that leaves its plan in between
-copies back what its backward asks for.
+Tensors that autograd saves in a module's forward pass through hooks of `saved_tensors_hooks`. The plan's instructions
+copy the storages to the host, let go of them, and bring them back: `take`, `drop` and `give` are called by the
+replayer. A step that leaves its plan in between copies back what its backward asks for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from shardplan import patterns
 from .._model.forwards import replace
 
 _CHANGED = (
-    "shardplan: a tensor that the backward needs was changed in place after autograd saved it, and its activations are offloaded "
+    "shardplan: a tensor that the backward needs was changed in place after autograd saved it, and its activations "
+    "are offloaded "
     "(saved at version {}, now at version {})"
 )
 
@@ -35,7 +36,9 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor, storage: _Storage) -> None:
         self.tensor, self.version, self.storage = tensor.detach(), tensor._version, storage
-        self.dtype, self.shape, self.stride, self.offset = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.dtype, self.shape, self.stride, self.offset = (
+            tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(),
+        )
 
     def check(self) -> None:
         if self.tensor is not None and self.tensor._version != self.version:
@@ -43,7 +46,7 @@ class _Saved:
 
 
 class _Storage:
-    """What is saved in one storage: on the device, or on the host only."""
+    """Saved tensors of one storage: on the device, or on the host only."""
 
     __slots__ = ("__weakref__", "back", "host", "nbytes", "saved", "storage")
 
@@ -75,16 +78,23 @@ class Offloader:
 
     def __init__(self, device: torch.device, min_bytes: int, parts: dict[int, list[int]]) -> None:
         self.device, self.min_bytes = device, min_bytes
-        self.made: dict[int, dict[int, list[weakref.ref]]] = {unit: {} for unit in parts}  # by unit and module of the latest forward
+        # By unit and module of the latest forward.
+        self.made: dict[int, dict[int, list[weakref.ref]]] = {unit: {} for unit in parts}
         self.taken: dict[int, list[weakref.ref | None]] = {}  # by unit, in the order of the plan's parts
-        self.unclaimed: list[torch.Tensor] = []  # of the latest that came back: what nobody waits for, and copies still write
+        # The latest copies that came back: nobody waits for them, and they are still written.
+        self.unclaimed: list[torch.Tensor] = []
         self.warned = False
 
     # ---- the runtime's ----
     def take(self, unit: int, host: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The storages that the plan copies to `host` next, as bytes. What the forward has not saved is empty memory; what the plan does not
-        have stays."""
-        left = [found for of_module in self.made[unit].values() for reference in of_module if (found := reference()) is not None]
+        """The storages that the plan copies to `host` next, as bytes. A storage that the forward has not saved is empty
+        memory; one that the plan does not have stays."""
+        left = [
+            found
+            for of_module in self.made[unit].values()
+            for reference in of_module
+            if (found := reference()) is not None
+        ]
         self.made[unit] = {}
         chosen = []
         for part in host:
@@ -97,15 +107,21 @@ class Offloader:
         if (left or None in chosen) and not self.warned:
             self._warn(unit, host, chosen, left)
         self.taken[unit] = [found and weakref.ref(found) for found in chosen]
-        return [found.bytes() if found else torch.empty_like(part, device=self.device) for found, part in zip(chosen, host, strict=True)]
+        return [
+            found.bytes() if found else torch.empty_like(part, device=self.device)
+            for found, part in zip(chosen, host, strict=True)
+        ]
 
     def _warn(self, unit: int, host: list[torch.Tensor], chosen: list[_Storage | None], left: list[_Storage]) -> None:
         self.warned = True
         missing = [part.numel() for found, part in zip(chosen, host, strict=True) if found is None]
         warnings.warn(
-            f"shardplan: of unit {unit} the plan moves {len(host)} tensors to the host; its forward has not saved {len(missing)} of them "
-            f"({sum(missing)} bytes), and {len(left)} others ({sum(found.nbytes for found in left)} bytes), which stay on the device. Memory is "
-            "not what the plan says: trace the model as it is trained, in its dtypes and with its attention, and plan it again",
+            f"shardplan: of unit {unit} the plan moves {len(host)} tensors to the host; its forward has not saved "
+            f"{len(missing)} of them "
+            f"({sum(missing)} bytes), and {len(left)} others ({sum(found.nbytes for found in left)} bytes), which "
+            "stay on the device. Memory is "
+            "not what the plan says: trace the model as it is trained, in its dtypes and with its attention, and plan "
+            "it again",
             stacklevel=2,
         )
 
@@ -115,7 +131,8 @@ class Offloader:
                 found.go(part)
 
     def give(self, unit: int, parts: list[torch.Tensor]) -> None:
-        """The copies to `parts` are under way: the stream that computes has waited for them before the next unit's come, and not before."""
+        """The copies to `parts` are under way: the stream that computes has waited for them before the next unit's
+        come, and not before."""
         self.unclaimed = []
         for reference, part in zip(self.taken.pop(unit), parts, strict=True):
             if reference and (found := reference()) is not None:
@@ -125,7 +142,11 @@ class Offloader:
 
     # ---- autograd's ----
     def pack(self, kept: set[int], collected: dict[int, _Storage], tensor: torch.Tensor) -> object:
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.device.type == self.device.type
+        plain = (
+            type(tensor) in (torch.Tensor, nn.Parameter)
+            and tensor.layout == torch.strided
+            and tensor.device.type == self.device.type
+        )
         if not plain or (tensor.requires_grad and tensor.is_leaf):
             return tensor
         storage = tensor.untyped_storage()
@@ -155,7 +176,10 @@ class Offloader:
         def run(*args: object, **kwargs: object) -> object:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            kept = {tensor.untyped_storage()._cdata for tensor in _tensors([args, kwargs, list(module.parameters()), list(module.buffers())])}
+            kept = {
+                tensor.untyped_storage()._cdata
+                for tensor in _tensors([args, kwargs, list(module.parameters()), list(module.buffers())])
+            }
             collected: dict[int, _Storage] = {}
             pack = functools.partial(self.pack, kept, collected)
             with saved_tensors_hooks(pack, self.unpack):
@@ -171,7 +195,11 @@ def _tensors(tree: object) -> Iterator[torch.Tensor]:
     """Plain ones, wherever they are."""
     leaves, _ = torch.utils._pytree.tree_flatten(tree)
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and type(leaf) in (torch.Tensor, nn.Parameter):
+        if (
+            isinstance(leaf, torch.Tensor)
+            and leaf.layout == torch.strided
+            and type(leaf) in (torch.Tensor, nn.Parameter)
+        ):
             yield leaf
 
 
@@ -183,12 +211,19 @@ def offload(plan, model: nn.Module, device: torch.device, runtime) -> Callable[[
         return lambda: None
     offloader = Offloader(device, rule.get("min_bytes", 1 << 20), parts)
     runtime.set_activations(offloader)
-    return replace([(module, offloader.wrapped(unit, module, module.forward)) for unit, module in _chosen(plan, model, rule, parts)])
+    return replace(
+        [
+            (module, offloader.wrapped(unit, module, module.forward))
+            for unit, module in _chosen(plan, model, rule, parts)
+        ]
+    )
 
 
 def _chosen(plan, model: nn.Module, rule: dict, parts: dict[int, list[int]]) -> list[tuple[int, nn.Module]]:
     """The outermost modules of the rule in units whose activations the plan moves."""
-    unit_of = {fqn: number for number, unit in enumerate(plan.units) for fqn in unit.modules if unit.parameter_group == 0}
+    unit_of = {
+        fqn: number for number, unit in enumerate(plan.units) for fqn in unit.modules if unit.parameter_group == 0
+    }
     chosen: dict[str, tuple[int, nn.Module]] = {}
     for name, module in model.named_modules():
         above = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]

@@ -19,7 +19,8 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 
 
 def matches(entry: str, fqn: str, module: nn.Module) -> bool:
-    """A unit rule's entry against a module, or a pattern over FQNs against a parameter: "class:NAME", or an FQN in which '*' and '?' do not cross a '.'."""
+    """A unit rule's entry against a module, or a pattern over FQNs against a parameter: "class:NAME", or an FQN in
+    which '*' and '?' do not cross a '.'."""
     return patterns.matches(entry, fqn, type(unwrapped(module)).__name__)
 
 
@@ -49,7 +50,7 @@ def casts_of(plan, fqn: str, module: nn.Module) -> tuple[torch.dtype | None, tor
 
 
 def mixed_precision_policy(precision) -> MixedPrecisionPolicy:
-    """What fully_shard is given for such a precision."""
+    """The policy that fully_shard takes for such a precision."""
     if precision is None:
         return MixedPrecisionPolicy()
     dtypes = {name: torch_dtype(getattr(precision, name)) for name in ("param_dtype", "reduce_dtype", "output_dtype")}
@@ -57,9 +58,17 @@ def mixed_precision_policy(precision) -> MixedPrecisionPolicy:
 
 
 def mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
-    """What data_parallel_mesh gives for the unit."""
+    """The result of data_parallel_mesh for the unit."""
     rule = rule_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
     own = rule.parameter_meshes if rule is not None else []
-    names = [name for p in unit.parameters[:1] for name in (p.fqn, *p.shared_with)]  # all parameters of the unit are on one mesh
-    placed = next((m.data_parallel for m in own if any(matches(pattern, name, model) for pattern in m.parameters for name in names)), None)
+    # All parameters of the unit are on one mesh.
+    names = [name for p in unit.parameters[:1] for name in (p.fqn, *p.shared_with)]
+    placed = next(
+        (
+            m.data_parallel
+            for m in own
+            if any(matches(pattern, name, model) for pattern in m.parameters for name in names)
+        ),
+        None,
+    )
     return data_parallel_mesh(plan, placed or rule and rule.data_parallel or plan.data_parallel, mesh)

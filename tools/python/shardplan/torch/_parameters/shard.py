@@ -18,7 +18,7 @@ from .._job.arguments import PlanError
 
 @dataclasses.dataclass
 class ShardedParameter:
-    """What a rank keeps of one parameter.
+    """One parameter's part on a rank.
 
     shard: what the modules hold between steps, a DTensor whose local tensor is the first rows of `padded`.
     padded: flat, the size of the first rank's piece, zeros after this rank's own: what is gathered.
@@ -34,7 +34,7 @@ class ShardedParameter:
 
 
 def _spec(parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: int) -> DTensorSpec:
-    """Of the sharded parameter: FSDP's dimensions, then those that the parameter is cut over already."""
+    """The sharded parameter's spec: FSDP's dimensions, then those that the parameter is cut over already."""
     placements = [Replicate()] * mesh.ndim
     if shards:
         placements[-1] = Shard(shard_dim)
@@ -51,20 +51,28 @@ def _spec(parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: in
 
 
 def own_dims(spec: DTensorSpec, mesh: DeviceMesh) -> list[int]:
-    """Where FSDP's dimensions are among those of the parameter's own mesh (dp_mesh_dims); [] where they are apart."""
+    """Positions of FSDP's dimensions among those of the parameter's own mesh (dp_mesh_dims); [] if they are apart."""
     names, of_fsdp = spec.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
     return [names.index(name) for name in of_fsdp] if of_fsdp and set(of_fsdp) <= set(names) else []
 
 
 def _spec_on_own_mesh(spec: DTensorSpec, shard: int | None, shard_dim: int, own: list[int]) -> DTensorSpec:
-    """FSDPParam._init_sharding_spec_spmd: the parameter is replicated over FSDP's dimensions, and cut over one of them from now on."""
+    """FSDPParam._init_sharding_spec_spmd: the parameter is replicated over FSDP's dimensions, and cut over one of them
+    from now on."""
     names = spec.mesh.mesh_dim_names
     placements = list(spec.placements)
     for dim in own:
         if not isinstance(placements[dim], Replicate):
-            raise PlanError(f"with dp_mesh_dims parameters are replicated over {names[dim]}, and one is placed {placements[dim]} there")
+            raise PlanError(
+                f"with dp_mesh_dims parameters are replicated over {names[dim]}, and one is placed {placements[dim]} "
+                "there"
+            )
     if shard is not None:
-        behind = [i for i in range(shard + 1, spec.mesh.ndim) if isinstance(placements[i], (Shard, _StridedShard)) and placements[i].dim == shard_dim]
+        behind = [
+            i
+            for i in range(shard + 1, spec.mesh.ndim)
+            if isinstance(placements[i], (Shard, _StridedShard)) and placements[i].dim == shard_dim
+        ]
         pieces = math.prod(spec.mesh.size(i) for i in behind)
         placements[shard] = _StridedShard(shard_dim, split_factor=pieces) if pieces > 1 else Shard(shard_dim)
     return DTensorSpec(spec.mesh, tuple(placements), spec.tensor_meta)
@@ -79,14 +87,16 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def shard_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: int, host: bool
 ) -> ShardedParameter:
-    """Cuts as torch.chunk does. `parameter` holds the whole values (of a DTensor: this rank's part of them), the same on
-    all ranks of `mesh`, FSDP's own: cut over its last dimension if it `shards`. host: the shard is in host memory (pinned,
-    where the values came from a GPU)."""
+    """Cuts as torch.chunk does. `parameter` holds the whole values (of a DTensor: this rank's part of them), the same
+    on all ranks of `mesh`, FSDP's own: cut over its last dimension if it `shards`. host: the shard is in host memory
+    (pinned, where the values came from a GPU)."""
     spec = _spec(parameter, mesh, shards, shard_dim)
     whole = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
     ranks, place = (mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)) if shards else (1, 0)
     if shard_dim > 0 and whole.shape[shard_dim] % ranks != 0:
-        raise PlanError(f"a parameter of shape {list(whole.shape)} cannot be cut evenly on dim {shard_dim} by {ranks} ranks")
+        raise PlanError(
+            f"a parameter of shape {list(whole.shape)} cannot be cut evenly on dim {shard_dim} by {ranks} ranks"
+        )
     own = list(torch.chunk(whole, ranks, dim=shard_dim))[place:][:1]
     length = own[0].shape[shard_dim] if own else 0
     shape = list(whole.shape)
@@ -105,8 +115,9 @@ def shard_parameter(
 
 @torch.no_grad()
 def adopt_parameter(expected, sharded: ShardedParameter, found) -> None:
-    """`found` is what modules hold now in place of the sharded parameter (Module.to, load_state_dict(assign=True)): its values
-    go into our memory, which becomes its own, as FSDP2 does. Raises PlanError for one that the plan does not fit."""
+    """`found` is what modules hold now in place of the sharded parameter (Module.to, load_state_dict(assign=True)): its
+    values go into our memory, which becomes its own, as FSDP2 does. Raises PlanError for one that the plan does not
+    fit."""
     if not isinstance(found, DTensor):
         raise PlanError(
             f"parameter {expected.fqn} was replaced by a {type(found).__name__}: expected a DTensor like the one that "
@@ -120,7 +131,8 @@ def adopt_parameter(expected, sharded: ShardedParameter, found) -> None:
     ):
         if wanted != is_now:
             raise PlanError(
-                f"parameter {expected.fqn} was changed after shardplan.torch.apply: {what} expected {wanted}, found {is_now}. "
+                f"parameter {expected.fqn} was changed after shardplan.torch.apply: {what} expected {wanted}, found "
+                f"{is_now}. "
                 "Change it before, and trace and plan the model again"
             )
     sharded.shard = found
@@ -134,7 +146,7 @@ def adopt_parameter(expected, sharded: ShardedParameter, found) -> None:
 
 
 def whole_parameter(view: torch.Tensor, sharded: ShardedParameter) -> nn.Parameter:
-    """What the modules hold while the unit is gathered: an autograd leaf over `view`."""
+    """The parameter that modules hold while the unit is gathered: an autograd leaf over `view`."""
     data = view if sharded.whole_spec is None else as_dtensor(view, sharded.whole_spec)
     return nn.Parameter(data, requires_grad=sharded.shard.requires_grad)
 
@@ -146,7 +158,9 @@ def gradient_unwrapper(sharded: ShardedParameter):
     placements, own = sharded.whole_spec.placements, sharded.own_dims
 
     def local_gradient(gradient: DTensor) -> torch.Tensor:
-        wanted = tuple(found if dim in own else placed for dim, (found, placed) in enumerate(zip(gradient.placements, placements)))
+        wanted = tuple(
+            found if dim in own else placed for dim, (found, placed) in enumerate(zip(gradient.placements, placements))
+        )
         if gradient.placements != wanted:  # a partial sum over the other dimensions
             gradient = gradient.redistribute(placements=wanted)
         return gradient.to_local()

@@ -48,19 +48,21 @@ def check_for_use(plan, verify: bool) -> None:
 
 
 def check_release(plan) -> None:
-    """A plan of another release than the installed one is followed all the same: the hooks fire as the plan's release has it."""
+    """A plan of another release than the installed one is followed all the same: the hooks fire as the plan's release
+    has it."""
     installed = ".".join(torch.__version__.split(".")[:2])
     if plan.pytorch in (None, installed):
         return
     warnings.warn(
-        f"shardplan: the plan follows FSDP of PyTorch {plan.pytorch}, and PyTorch {installed} is installed: schedule, memory and "
+        f"shardplan: the plan follows FSDP of PyTorch {plan.pytorch}, and PyTorch {installed} is installed: schedule, "
+        "memory and "
         f"numbers will be those of {plan.pytorch} (a strategy's `pytorch` names the release)",
         stacklevel=4,
     )
 
 
 def names_of(expected) -> frozenset[str]:
-    """Of a plan's parameter."""
+    """All names of a plan's parameter."""
     return frozenset((expected.fqn, *expected.shared_with))
 
 

@@ -32,7 +32,7 @@ class PlanStore:
         self._folder = None if folder is None else pathlib.Path(folder)
 
     def path(self, model: str, facts: dict[str, Any]) -> pathlib.Path | None:
-        """Where the plan of these facts is kept: all that it is made of, and who makes it."""
+        """The file of the plan of these facts, which are all that it is made of, and who makes it."""
         if self._folder is None:
             return None
         whole = {"shardplan": native.__version__, "torch": torch.__version__, **facts}

@@ -24,9 +24,12 @@ _LOOK_S = 0.2
 
 
 def command() -> str:
-    """`shardplan`: on the PATH, else of the build that the compiled module is from, else of the environment that the package is installed in."""
+    """`shardplan`: on the PATH, else of the build that the compiled module is from, else of the environment that the
+    package is installed in."""
     built = pathlib.Path(native.__file__).resolve().parents[1] / "bin"
-    found = shutil.which("shardplan") or shutil.which("shardplan", path=os.pathsep.join([str(built), sysconfig.get_path("scripts")]))
+    found = shutil.which("shardplan") or shutil.which(
+        "shardplan", path=os.pathsep.join([str(built), sysconfig.get_path("scripts")])
+    )
     if found is None:
         raise PlanError("planning needs the command shardplan, which is neither on the PATH nor installed nor built")
     if problem := versions.why_not_program(found):
@@ -37,7 +40,9 @@ def command() -> str:
 def _run(asked: list[str], folder: pathlib.Path, timeout_s: float | None = None) -> tuple[int, str]:
     """Exit code, and what was said on standard error. It is ended when the time is up, or with the interpreter."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
-    with subprocess.Popen(asked, cwd=folder, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        asked, cwd=folder, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
         while True:
             try:
                 said = process.communicate(timeout=_LOOK_S)[1].strip()
@@ -47,7 +52,13 @@ def _run(asked: list[str], folder: pathlib.Path, timeout_s: float | None = None)
                     process.terminate()
 
 
-def make_plan(kind: str, trace: dict[str, Any], strategy: dict[str, Any], arguments: Sequence[str] = (), cluster: str | None = None) -> str:
+def make_plan(
+    kind: str,
+    trace: dict[str, Any],
+    strategy: dict[str, Any],
+    arguments: Sequence[str] = (),
+    cluster: str | None = None,
+) -> str:
     """The text of the plan that `shardplan KIND` (plan, optimize) makes. PlanError: its words where there is none.
 
     cluster: a document; None: `arguments` say which.
@@ -67,7 +78,8 @@ def make_plan(kind: str, trace: dict[str, Any], strategy: dict[str, Any], argume
 
 
 def asked_memory(plan: str, timeout_s: float | None = None, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """What `shardplan memory --rows` says of a plan's text, and under "fits" whether it fits its cluster's device. PlanError: its words where it says nothing."""
+    """The output of `shardplan memory --rows` for a plan's text, and under "fits" whether it fits its cluster's device.
+    PlanError, in the command's words, if there is none."""
     with scratch_folder() as here:
         write_text(here / "plan.json", plan)
         asked = [command(), "memory", "plan.json", "--reserved", "--no-verify", "--rows", "rows.json", "-q", *arguments]
@@ -78,7 +90,7 @@ def asked_memory(plan: str, timeout_s: float | None = None, arguments: Sequence[
 
 
 def simulated_report(plan: str) -> dict[str, Any]:
-    """What `shardplan simulate --report` says of a plan's text. PlanError: its words where it says nothing."""
+    """The report of `shardplan simulate` for a plan's text. PlanError, in the command's words, if there is none."""
     with scratch_folder() as here:
         write_text(here / "plan.json", plan)
         code, said = _run([command(), "simulate", "plan.json", "--report", "report.json", "-q", "--no-verify"], here)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning again after a step that left its plan: from the points that the step passed to a new plan.
 
-[Note: a trace of points] A plan's order comes from the trace's module entries and exits and from its gradients, not from its
-operators, which only a simulation needs. So what the hooks saw is enough for a plan to be replayed: the new plan has the
-old one's strategy and cluster, and segments that say which gradients they make but compute nothing.
+[Note: a trace of points] A plan's order comes from the trace's module entries and exits and from its gradients, not
+from its operators, which only a simulation needs. So what the hooks saw is enough for a plan to be replayed: the new
+plan has the old one's strategy and cluster, and segments that say which gradients they make but compute nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from .._model.outline import module_entries
 from .documents import RequiresGrad, plan_of
 from .planning import make_plan
 
-Calls = tuple[tuple[int, dict], ...]  # of setters in a step: how many of its forwards and backwards came before, and the call
+# Calls of setters in a step: how many of its forwards and backwards came before, and the call.
+Calls = tuple[tuple[int, dict], ...]
 AFTER_BACKWARDS, AFTER_OPTIMIZER = 1 << 29, 1 << 30  # behind all passes of a step, however many they are
-LATE = {"finalize_backward": AFTER_BACKWARDS, "wait_for_gradient_reduction": AFTER_BACKWARDS, "set_post_optim_event": AFTER_OPTIMIZER}
+LATE = {
+    "finalize_backward": AFTER_BACKWARDS, "wait_for_gradient_reduction": AFTER_BACKWARDS,
+    "set_post_optim_event": AFTER_OPTIMIZER,
+}
 
 
 def calls_of(strategy: dict) -> tuple[list[dict], Calls]:
@@ -35,13 +39,16 @@ def calls_of(strategy: dict) -> tuple[list[dict], Calls]:
 
 
 class _Trace:
-    """Builds the trace document, and the program, from [(kind, unit, gradients, keeps)] and the calls of setters between them."""
+    """Builds the trace document, and the program, from [(kind, unit, gradients, keeps)] and the calls of setters
+    between them."""
 
     def __init__(
         self, plan, modules: list[str], requires_grad: RequiresGrad, full_precision_forwards: list[bool], calls: Calls
     ) -> None:
         self._calls = list(calls)
-        self._says_sync = any(call["method"] in ("set_requires_gradient_sync", "set_requires_all_reduce") for _, call in calls)
+        self._says_sync = any(
+            call["method"] in ("set_requires_gradient_sync", "set_requires_all_reduce") for _, call in calls
+        )
         self._passes = 0  # forwards and backwards in the program
         self._plan, self._requires_grad, self._full_precision = plan, requires_grad, full_precision_forwards
         self._module = {fqn: number for number, fqn in enumerate(modules)}
@@ -83,7 +90,8 @@ class _Trace:
         return documents
 
     def add(self, kind: str, unit: int, gradients: list[tuple[int, int]], keeps: bool) -> None:
-        """One point. keeps: of the end of a backward, its gradients were not reduced. What the plan does by itself (the optimizer, calls of the user) is not in a trace."""
+        """One point. keeps: of the end of a backward, its gradients were not reduced. Points of the plan's own (the
+        optimizer, calls of the user) are not in a trace."""
         if unit >= 0 and self._plan.units[unit].parameter_group > 0:
             return  # its modules pass the same points as the first group's
         if kind == "pre_forward":
@@ -108,7 +116,9 @@ class _Trace:
         elif kind == "backward_end":
             self._in_backward(gradients)
             self._backward.append(["backward_end"])
-            self._backwards.append({"name": f"b{len(self._backwards)}", "forwards": [self._pending], "events": self._backward})
+            self._backwards.append(
+                {"name": f"b{len(self._backwards)}", "forwards": [self._pending], "events": self._backward}
+            )
             if keeps != self._keeps and not self._says_sync:
                 self.program.append(self._sync(not keeps))
                 self._keeps = keeps
@@ -118,8 +128,8 @@ class _Trace:
             self._covered.add(self._pending)
 
     def _choose_forward(self, unit: int) -> None:
-        """A backward begins: of the latest forward that ran the unit, and has had none. (A loss in chunks runs the head's backwards before
-        the model's own.)"""
+        """A backward begins: of the latest forward that ran the unit, and has had none. (A loss in chunks runs the
+        head's backwards before the model's own.)"""
         modules = [self._module[fqn] for fqn in self._plan.units[unit].modules]
         for forward in reversed(range(len(self._forwards))):
             if forward not in self._covered and any((forward, module) in self._occurrence for module in modules):
@@ -138,8 +148,11 @@ class _Trace:
         return {"call": "module", "method": "set_requires_gradient_sync", "module": "", "value": reduces}
 
     def calls_left(self, until: int) -> list[dict]:
-        """Those behind the last backward, up to a place."""
-        left, self._calls = [call for place, call in self._calls if place <= until], [placed for placed in self._calls if placed[0] > until]
+        """Calls behind the last backward, up to a place."""
+        left, self._calls = (
+            [call for place, call in self._calls if place <= until],
+            [placed for placed in self._calls if placed[0] > until],
+        )
         return left
 
     @property
@@ -204,7 +217,8 @@ class _Trace:
         self._name_modules(unit)
 
     def _recompute(self, event: str, unit: int) -> None:
-        """A checkpointed function runs the unit again where it is sharded. Points do not say which module of a group it is."""
+        """A checkpointed function runs the unit again where it is sharded. Points do not say which module of a group it
+        is."""
         if len(self._plan.units[unit].modules) > 1:
             return
         number = self._module[self._plan.units[unit].modules[0]]
@@ -231,9 +245,9 @@ class _Trace:
         self._forwards[-1]["events"].append(event)
 
     def _name_modules(self, unit: int, complete: bool = True) -> None:
-        """[Note: modules of a group] A point says which unit is entered, not which of its modules. The unit is left with the last one
-        of them, so that is the last that was entered; if more were entered than it has, one ran again before. A plan of 2.11 has one
-        point for all of them."""
+        """[Note: modules of a group] A point says which unit is entered, not which of its modules. The unit is left
+        with the last one of them, so that is the last that was entered; if more were entered than it has, one ran again
+        before. A plan of 2.11 has one point for all of them."""
         entries, modules = self._entries.pop(unit), self._plan.units[unit].modules
         events = self._forwards[-1]["events"]
         spare = len(entries) - len(modules)
@@ -290,9 +304,12 @@ def replan(
     setup: Sequence[dict],
     calls: Calls,
 ):
-    """The plan for steps like the one in `log`. PlanError: there is none. names: FQN -> class name of every module, in tree order.
-    requires_grad: which parameters do, whatever `plan` says. full_precision_forwards: which forwards were evaluations in full precision.
-    setup, calls: the strategy's, before the first step and in each. Every rank makes the plan; they all saw the same."""
+    """The plan for steps like the one in `log`. PlanError: there is none. names: FQN -> class name of every module, in
+    tree order.
+    requires_grad: which parameters do, whatever `plan` says. full_precision_forwards: which forwards were evaluations
+    in full precision.
+    setup, calls: the strategy's, before the first step and in each. Every rank makes the plan; they all saw the
+    same."""
     trace = _Trace(plan, list(names), requires_grad, full_precision_forwards, calls)
     trace.parameters()
     try:
@@ -304,7 +321,13 @@ def replan(
         raise PlanError("its last backward leaves gradients that nothing reduces")
     strategy = {**json.loads(plan.strategy_json), "setup": list(setup)}
     strategy["program"] = [
-        [*trace.program, *trace.calls_left(AFTER_BACKWARDS), {"call": "optimizer_step"}, *trace.calls_left(AFTER_OPTIMIZER), {"call": "zero_grad"}]
+        [
+            *trace.program,
+            *trace.calls_left(AFTER_BACKWARDS),
+            {"call": "optimizer_step"},
+            *trace.calls_left(AFTER_OPTIMIZER),
+            {"call": "zero_grad"},
+        ]
     ]
     try:
         return plan_of(make_plan("plan", trace.document(names, plan.model), strategy, cluster=plan.cluster_json))

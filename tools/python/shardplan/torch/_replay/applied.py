@@ -22,7 +22,8 @@ from .._parameters.shard import adopt_parameter
 from .runtime import add_extensions, add_parameters, adopter, hook_modules
 
 ATTRIBUTE = "_shardplan_applied"  # of the model
-UNIT_ATTRIBUTE = "_shardplan_unit"  # of the modules of units: (what was applied, unit id of their first parameter group)
+# On the modules of units: (what was applied, unit id of their first parameter group).
+UNIT_ATTRIBUTE = "_shardplan_unit"
 
 
 def applied_to(model: nn.Module) -> Applied:
@@ -48,7 +49,7 @@ def _in_turn(hooks: list[Callable], afterwards: Callable[[], None]) -> Callable:
 
 
 def applied_above(module: nn.Module) -> Applied:
-    """Of a unit's module or of the root. Raises ValueError for others."""
+    """The plan applied to a unit's module or the root. Raises ValueError for others."""
     of_unit = getattr(module, UNIT_ATTRIBUTE, None)
     return of_unit[0] if of_unit is not None else applied_to(module)
 
@@ -97,7 +98,7 @@ class Applied:
     __deepcopy__ = __reduce_ex__ = refuse_to_copy
 
     def fqn_of(self, module: nn.Module) -> str:
-        """As the plan has it. Raises ValueError for a module that is not the model's."""
+        """The module's name in the plan. Raises ValueError for a module that is not the model's."""
         for fqn, own in modules_of(self.model).items():
             if own is module:
                 return fqn
@@ -118,8 +119,11 @@ class Applied:
         """Another plan of the same units is the present one, between `unhook` and `hook`."""
         self.plan, self.groups, self.runtime = plan, groups, runtime
 
-    def exchange(self, plan: native.Plan, meshes: list, groups: list, runtime: native.Runtime, shards: list, same_units: bool) -> None:
-        """A plan of other units is the present one, between `restore_forwards` and `replace_forwards`. same_units: what the user has set holds for them."""
+    def exchange(
+        self, plan: native.Plan, meshes: list, groups: list, runtime: native.Runtime, shards: list, same_units: bool
+    ) -> None:
+        """A plan of other units is the present one, between `restore_forwards` and `replace_forwards`. same_units: what
+        the user has set holds for them."""
         self.replay_by(plan, groups, runtime)
         self.meshes, self.shards = meshes, shards
         if not same_units:
@@ -143,7 +147,8 @@ class Applied:
         self.hook()
 
     def _adopt_swapped(self) -> None:
-        """Module.to_empty and load_state_dict give a sharded parameter other memory; what the runtime before did not see is taken over here."""
+        """Module.to_empty and load_state_dict give a sharded parameter other memory; what the runtime before did not
+        see is taken over here."""
         for unit, of_unit in zip(self.plan.units, self.shards):
             if unit.flat:
                 continue
@@ -205,8 +210,8 @@ class Applied:
         self.handles = []
 
     def before_next_step(self, function: Callable[[nn.Module, tuple, dict], None], first: bool = False) -> None:
-        """function(module, args, kwargs) is called where the next step begins: by the forward of which module, with which arguments. It may make the
-        model follow another plan. first: before the functions that are there."""
+        """function(module, args, kwargs) is called where the next step begins: by the forward of which module, with
+        which arguments. It may make the model follow another plan. first: before the functions that are there."""
         self.at_next_step.insert(0 if first else len(self.at_next_step), function)
         self._wait_for_step()
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that a model has followed, and which one it follows next: steps that deviate, parameters that are frozen or unfrozen."""
+"""Plans that a model has followed, and which one it follows next: steps that deviate, parameters that are frozen or
+unfrozen."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class Path:
 
 
 class KeptPlans:
-    """Of one applied model, which holds it."""
+    """The plans of one applied model, which holds this."""
 
     def __init__(self, applied: Applied) -> None:
         self._applied = weakref.ref(applied)
@@ -85,8 +86,8 @@ class KeptPlans:
             self.applied.runtime.on_requires_grad_change(on_requires_grad_change)
 
     def follow(self, log: list[tuple]) -> None:
-        """The step that deviated is over: the next one follows a plan made of the points that it passed, one that is kept if
-        there was such a step before."""
+        """The step that deviated is over: the next one follows a plan made of the points that it passed, one that is
+        kept if there was such a step before."""
         applied = self.applied
         deviation, full_precision = applied.runtime.deviation, applied.runtime.full_precision_forwards
         self.applied.leave()
@@ -106,7 +107,10 @@ class KeptPlans:
         except PlanError as error:
             self.unplannable.add(way)
             self.unplannable_because = str(error)
-            warnings.warn(f"shardplan: {deviation}; such a step cannot be planned ({error}): it is always done on demand", stacklevel=2)
+            warnings.warn(
+                f"shardplan: {deviation}; such a step cannot be planned ({error}): it is always done on demand",
+                stacklevel=2,
+            )
             return
         self._take_up(way, plan, deviation)
 
@@ -157,7 +161,8 @@ class KeptPlans:
         return requires_grad, points(log), tuple(full_precision) if any(full_precision) else (), calls
 
     def _is_rare(self, way: Way) -> bool:
-        """Steps that go each their own way are not worth plans: where many are kept, a new one is made for a way that is seen again."""
+        """Steps that go each their own way are not worth plans: where many are kept, a new one is made for a way that
+        is seen again."""
         if len(self.kept) < _MOST or way in self._rare:
             return False
         if len(self._rare) >= _RARE_WAYS:
@@ -191,7 +196,7 @@ class KeptPlans:
         self.foresee()
 
     def _foresee_together(self, expected: Key | None) -> Key | None:
-        """What the first rank expects: others were given other arguments, perhaps."""
+        """The first rank's expectation: others were given other arguments, perhaps."""
         if len(self.kept) < 2:
             return expected
         if self._foreseen is None:
@@ -202,7 +207,7 @@ class KeptPlans:
         return next((key for key in reversed(self.kept) if self._name(key) == said), None)
 
     def _name(self, key: Key | None) -> str:
-        """Of a kept plan, equal on all ranks."""
+        """The name of a kept plan, equal on all ranks."""
         if key not in self.kept:
             return ""
         if key not in self._names:
@@ -214,7 +219,8 @@ class KeptPlans:
         return next(key for key, path in self.kept.items() if path.runtime is self.applied.runtime)
 
     def follow_calls(self, setup: list[dict], calls: Calls) -> None:
-        """A step begins after setters were called, or with other calls of them than the step before: it follows the plan that has them. PlanError: there is none, and nothing has changed."""
+        """A step begins after setters were called, or with other calls of them than the step before: it follows the
+        plan that has them. PlanError: there is none, and nothing has changed."""
         before = self.setup, self.calls
         self.setup, self.calls = setup, calls
         try:
@@ -225,7 +231,8 @@ class KeptPlans:
         self._go_to(key, plan)
 
     def _for_samepoints(self, requires_grad: RequiresGrad) -> tuple[tuple, native.Plan | None]:
-        """With these parameters and the present calls: the key of the plan that was followed last, or of a new one for the present plan's points, and that."""
+        """With these parameters and the present calls: the key of the plan that was followed last, or of a new one for
+        the present plan's points, and that."""
         known = [key for key in self.kept if key[0] == requires_grad and key[2] == self._calls_key()]
         if known:
             return known[-1], None
@@ -248,9 +255,9 @@ class KeptPlans:
         return json.dumps([self.setup, self.calls])
 
     def follow_requires_grad(self, unit: int, change: str):
-        """A step begins after parameters were frozen or unfrozen: it follows the plan that was followed last when they required
-        gradients as now, or a plan for the same points. Such a step need not pass these: then the one behind it is planned
-        again. Returns the unit's pre-forward hook."""
+        """A step begins after parameters were frozen or unfrozen: it follows the plan that was followed last when they
+        required gradients as now, or a plan for the same points. Such a step need not pass these: then the one behind
+        it is planned again. Returns the unit's pre-forward hook."""
         applied = self.applied
         requires_grad = tuple(tuple(one.shard.requires_grad for one in sharded) for sharded in applied.shards)
         try:
@@ -264,7 +271,9 @@ class KeptPlans:
 
     def _plan_again(self, log: list[tuple], requires_grad: RequiresGrad, full_precision: list[bool]):
         applied = self.applied
-        plan = replan(applied.plan, log, class_names(applied.model), requires_grad, full_precision, self.setup, self.calls)
+        plan = replan(
+            applied.plan, log, class_names(applied.model), requires_grad, full_precision, self.setup, self.calls
+        )
         if units_of(plan) != units_of(applied.plan):
             raise PlanError("the model has other modules or parameters than the plan")
         return plan
@@ -277,7 +286,9 @@ class KeptPlans:
             first = self._key(requires_grad, applied.plan, calls)
             self.kept[first] = Path(applied.plan, applied.groups, applied.runtime)
             self._key_of[self._way(requires_grad, applied.runtime.planned_log, [], calls)] = first
-        groups = connect(lambda: process_groups(plan, applied.mesh, applied.made_groups, applied.timeout_s), applied.timeout_s)
+        groups = connect(
+            lambda: process_groups(plan, applied.mesh, applied.made_groups, applied.timeout_s), applied.timeout_s
+        )
         runtime = make_runtime(plan, applied.mesh, applied.device, groups, applied.memory, applied.timeout_s)
         step = applied.runtime.step
         self.kept[key] = Path(plan, groups, runtime)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a plan expects: beside what the allocator has, where a device's memory is short, and of steps with other inputs.
+"""Memory that a plan expects: beside what the allocator has, where a device's memory is short, and of steps with other
+inputs.
 
-[Note: who runs out of memory] An instruction of the plan may be refused memory, or an operator of the model between two of them. The caching allocator tells
-its observers in either case before it throws, so both are reported alike. Nothing is computed before that happens: the plan's expectation is then
-asked of `shardplan memory`.
+[Note: who runs out of memory] An instruction of the plan may be refused memory, or an operator of the model between two
+of them. The caching allocator tells its observers in either case before it throws, so both are reported alike. Nothing
+is computed before that happens: the plan's expectation is then asked of `shardplan memory`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _LARGEST = 6  # categories that are listed
 
 _watched: weakref.WeakSet[Applied] = weakref.WeakSet()  # of all devices; the allocator's observers stay
 _asked: weakref.WeakKeyDictionary[Applied, tuple] = weakref.WeakKeyDictionary()  # (plan, rows of `shardplan memory`)
-_ROW_BEFORE = {"step_begin": "step_begin", "optimizer_step": "backward_returned", "zero_grad": "optimizer_step_end", "step_end": "zero_grad_end"}
+_ROW_BEFORE = {
+    "step_begin": "step_begin", "optimizer_step": "backward_returned", "zero_grad": "optimizer_step_end",
+    "step_end": "zero_grad_end",
+}
 
 
 def watch(applied: Applied) -> None:
@@ -57,7 +61,7 @@ def _index(device: torch.device) -> int:
 
 
 def _expected(applied: Applied) -> dict[str, Any] | str:
-    """What `shardplan memory --rows` says of the plan; why there is nothing."""
+    """The output of `shardplan memory --rows` for the plan, or why there is none."""
     if applied not in _asked or _asked[applied][0] is not applied.plan:
         try:
             _asked[applied] = applied.plan, asked_memory(applied.plan.json, _ASK_S)
@@ -67,7 +71,7 @@ def _expected(applied: Applied) -> dict[str, Any] | str:
 
 
 def _row(applied: Applied, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Of the point that the plan is at."""
+    """The row of the point that the plan is at."""
     kind, unit, microbatch = applied.runtime.next_point
     event = _ROW_BEFORE.get(kind, f"{kind}.before")
     name = "" if unit < 0 else applied.plan.units[unit].fqn or "(root)"
@@ -83,7 +87,9 @@ def _gib(value: int) -> str:
 
 def _text(applied: Applied, device: int, requested_bytes: int, free_bytes: int) -> str:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    lines = [f"shardplan: rank {rank} is out of memory, {applied.runtime.where}: {requested_bytes} bytes were asked for"]
+    lines = [
+        f"shardplan: rank {rank} is out of memory, {applied.runtime.where}: {requested_bytes} bytes were asked for"
+    ]
     stats = torch.cuda.memory_stats(device)
     allocated, peak = stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
     reserved = stats["reserved_bytes.all.current"]
@@ -100,16 +106,21 @@ def _text(applied: Applied, device: int, requested_bytes: int, free_bytes: int) 
     lines.append(f"  free on the device                   {_gib(free_bytes)}")
     if row is not None:
         largest = sorted(zip(row["by_category"], expected["categories"]), reverse=True)[:_LARGEST]
-        lines.append("  planned here: " + ", ".join(f"{name} {_gib(bytes_).strip()}" for bytes_, name in largest if bytes_))
+        lines.append(
+            "  planned here: " + ", ".join(f"{name} {_gib(bytes_).strip()}" for bytes_, name in largest if bytes_)
+        )
     if not applied.plan.has_operators:
-        lines.append("  the plan was made without operators (of the module tree, or of a step that left its plan): the model's own tensors are not in it")
+        lines.append(
+            "  the plan was made without operators (of the module tree, or of a step that left its plan): the model's "
+            "own tensors are not in it"
+        )
     lines.append("  shardplan.torch.abandon_step(model) gives the step up, if every rank does")
     return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Of one rank, in the plan's steps that repeat."""
+    """Memory of one rank, in the plan's steps that repeat."""
 
     allocated_bytes: int  # at the peak
     reserved_bytes: int  # by the caching allocator, once it reserves no more
@@ -118,17 +129,26 @@ class Forecast:
 
 
 def forecast(
-    model: nn.Module, args: tuple = (), kwargs: dict[str, Any] | None = None, *, loss: Callable[[Any], torch.Tensor] | None = None
+    model: nn.Module,
+    args: tuple = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Forecast:
-    """What a step of the present plan needs with such arguments of the model's forward: of the longest sequence, say, before it comes.
+    """Memory of a step of the present plan with such arguments of the model's forward: the longest sequence, say,
+    before it comes.
 
-    args, kwargs: as the forward takes them; tensors may be on any device, the meta device too. loss: of the model's output; None: the
-    output's `loss`, else its sum. Nothing is computed: the model is traced with fake tensors. Not collective.
-    Raises ValueError for a model that shardplan.torch.auto has not made; PlanError where it cannot be traced.
+    args, kwargs: as the forward takes them; tensors may be on any device, the meta device too. loss: of the model's
+    output; None: the output's `loss`, else its sum. Nothing is computed: the model is traced with fake tensors. Not
+    collective. Raises ValueError for a model that shardplan.torch.auto has not made; PlanError where it cannot be
+    traced.
     """
     applied = applied_to(model)
     if applied.skeleton is None:
-        raise ValueError("shardplan: forecast is for models of shardplan.torch.auto; for a plan of your own: shardplan memory, with a trace of these inputs")
+        raise ValueError(
+            "shardplan: forecast is for models of shardplan.torch.auto; for a plan of your own: shardplan memory, "
+            "with a trace of these inputs"
+        )
     trace = applied.skeleton.trace(args, kwargs or {}, loss)
     plan = make_plan("plan", trace, json.loads(applied.plan.strategy_json), cluster=applied.plan.cluster_json)
     expected = asked_memory(plan)

@@ -44,7 +44,8 @@ def _warn_of_replaced(optimizer: torch.optim.Optimizer, applied: Applied) -> Non
     if stale:
         _warned.add(optimizer)
         warnings.warn(
-            f"shardplan: this {type(optimizer).__name__} was made before the plan was applied: {len(stale)} of its parameters are not the model's any "
+            f"shardplan: this {type(optimizer).__name__} was made before the plan was applied: {len(stale)} of its "
+            "parameters are not the model's any "
             "more, and are not trained. Make the optimizer after shardplan.torch.apply (auto), as after fully_shard",
             stacklevel=4,
         )

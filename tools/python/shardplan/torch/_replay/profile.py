@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that trains by a plan measures its own steps: a report of the same schema as `shardplan simulate --report`."""
+"""A model that trains by a plan measures its own steps: a report of the same schema as `shardplan simulate
+--report`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from .optimizers import trains
 
 
 class Profile:
-    """What `profile` returns."""
+    """The context that `profile` returns."""
 
     def __init__(self, applied: Applied, steps: int, warmup: int, quiet: bool) -> None:
         self._applied = applied
@@ -38,13 +39,18 @@ class Profile:
         if self._recordings or self._hook is not None:
             raise RuntimeError("shardplan.torch.profile: a profile is entered once; call profile again for another one")
         if self._applied.profile is not None:
-            raise RuntimeError("shardplan.torch.profile: the model is being profiled already (found a profile inside another one, expected one at a time)")
+            raise RuntimeError(
+                "shardplan.torch.profile: the model is being profiled already (found a profile inside another one, "
+                "expected one at a time)"
+            )
         self._start(self._warmup)
         self._applied.note_profile(self)
         self._hook = register_optimizer_step_post_hook(self._optimizer_stepped)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
         self._hook.remove()
         self._applied.note_profile(None)
         try:
@@ -63,7 +69,8 @@ class Profile:
         self._recordings.append((self._plan, self._runtime.stop_recording()))
 
     def followed(self) -> None:
-        """The model follows a plan, this one or another: then its steps are recorded, as if they were the first ones."""
+        """The model follows a plan, this one or another: then its steps are recorded, as if they were the first
+        ones."""
         if self._applied.runtime is not self._runtime:
             self._stop()
             self._start(max(1, self._warmup))
@@ -78,7 +85,8 @@ class Profile:
         return self._hook is not None and self._runtime.has_recorded
 
     def _recording(self) -> tuple[Any, dict]:
-        """(plan, recording) of the plan that most steps were recorded of, of several the last. Steps that left any plan are counted in it."""
+        """(plan, recording) of the plan that most steps were recorded of, of several the last. Steps that left any plan
+        are counted in it."""
         if self._applied.profile is self or not self._recordings:
             raise RuntimeError("shardplan.torch.profile: the report is there when the context has ended")
         read = [(plan, json.loads(text)) for plan, text in self._recordings]
@@ -92,7 +100,8 @@ class Profile:
         return f"{len(document['steps'])} steps recorded; {recorded.cost_text(document)}"
 
     def report(self, all_ranks: bool = False) -> dict[str, Any]:
-        """Of this rank (docs/reference/report-format.md). all_ranks: collective; the time that it waits for other ranks is then told apart from that of the transfers."""
+        """This rank's report (docs/reference/report-format.md). all_ranks: collective; the time that it waits for other
+        ranks is then told apart from that of the transfers."""
         if all_ranks not in self._reports:
             self._reports[all_ranks] = self._make_report(all_ranks)
         return self._reports[all_ranks]
@@ -118,8 +127,9 @@ class Profile:
 
 
 def count_cpu_memory() -> None:
-    """From now on the memory of CPU tensors is counted, for `profile` on CPU ranks: called by the thread that trains, before the model is made. What collectives take inside is left out. Without it a profile there knows the
-    plan's own buffers. It lasts as long as the process. GPUs need no such call."""
+    """From now on the memory of CPU tensors is counted, for `profile` on CPU ranks: called by the thread that trains,
+    before the model is made. Memory inside of collectives is left out. Without it a profile there knows the plan's own
+    buffers. It lasts as long as the process. GPUs need no such call."""
     native.count_cpu_memory()
 
 
@@ -133,7 +143,8 @@ def profile(model: nn.Module, *, steps: int = 3, warmup: int = 1, quiet: bool = 
                     break
         profile.save("measured.json")
 
-    Behind `warmup` steps, `steps` steps are recorded; between them as many pass that are not, which shows what recording costs: it is printed on the first rank
-    (unless `quiet`) and is in the report. A step lasts until the next one begins, so the loop makes one step more than these. Other steps cost nothing.
+    Behind `warmup` steps, `steps` steps are recorded; between them as many pass that are not, which shows what
+    recording costs: it is printed on the first rank (unless `quiet`) and is in the report. A step lasts until the next
+    one begins, so the loop makes one step more than these. Other steps cost nothing.
     """
     return Profile(applied_to(model), whole_number("steps", steps, 1), whole_number("warmup", warmup, 0), quiet)

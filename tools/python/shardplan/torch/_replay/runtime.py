@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a runtime of the C++ module is told: shards, parameters, extensions, and the hooks that pass it the model's points."""
+"""Inputs of a runtime of the C++ module: shards, parameters, extensions, and the hooks that pass it the model's
+points."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ def make_runtime(plan, mesh: DeviceMesh, device: torch.device, groups: list, mem
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     ranks = mesh.mesh.flatten().tolist()
-    return native.Runtime(plan, mesh_rank(mesh), device, groups, side_channel(), peers(), ranks, timeout, memory == "arena")
+    return native.Runtime(
+        plan, mesh_rank(mesh), device, groups, side_channel(), peers(), ranks, timeout, memory == "arena"
+    )
 
 
 def supply_shards(runtime, unit_id: int, unit, sharded: list[ShardedParameter]) -> None:
-    """What is gathered. Of a parameter with an extension that is what the extension makes: a tensor like the shard is put
-    where the shard would be."""
+    """Gives the runtime the tensors to gather. A parameter with an extension gathers the extension's tensors: one like
+    the shard is put in the shard's place."""
 
     def part(expected, result: ShardedParameter) -> torch.Tensor:
         if not expected.gathered:
@@ -45,7 +48,7 @@ def _grad_maker(spec):
 
 
 def adopter(plan, shards: list):
-    """What is called when a module holds another sharded parameter than ours."""
+    """The function that is called when a module holds another sharded parameter than ours."""
 
     def adopt(unit: int, parameter: int, found) -> None:
         adopt_parameter(plan.units[unit].parameters[parameter], shards[unit][parameter], found)
@@ -53,7 +56,9 @@ def adopter(plan, shards: list):
     return adopt
 
 
-def add_extensions(runtime, plan, unit_id: int, by_fqn: dict[str, ModelParameter], sharded, own: DeviceMesh, model) -> None:
+def add_extensions(
+    runtime, plan, unit_id: int, by_fqn: dict[str, ModelParameter], sharded, own: DeviceMesh, model
+) -> None:
     unit = plan.units[unit_id]
     if not any(expected.gathered for expected in unit.parameters):
         return
@@ -80,26 +85,31 @@ def add_parameters(runtime, unit_id: int, unit, by_fqn: dict[str, ModelParameter
 
 
 _IN_A_GRAPH = (
-    "a unit of a shardplan plan lies inside of a graph that is to be whole (fullgraph=True), and its parameters are gathered between graphs: compile "
+    "a unit of a shardplan plan lies inside of a graph that is to be whole (fullgraph=True), and its parameters are "
+    "gathered between graphs: compile "
     "each unit's module instead of the one around it, leave fullgraph out, or make the module around it the unit"
 )
 
 
 def _untraced(function: Callable) -> Callable:
-    """`function` in a frame that torch.compile neither looks into nor warns of: it breaks its graph there, as at FSDP2's hooks."""
+    """`function` in a frame that torch.compile neither looks into nor warns of: it breaks its graph there, as at
+    FSDP2's hooks."""
 
     def call(module: nn.Module, args: tuple, last: object) -> object:  # last: keyword arguments, or the output
         return function(module, args, last)
 
     frames = torch._C._dynamo.eval_frame  # of what is called in it, too; torch._dynamo itself takes seconds to import
-    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP))
+    frames.set_code_exec_strategy(
+        call.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    )
     call._torchdynamo_disable = True
     call._torchdynamo_disable_msg = _IN_A_GRAPH
     return call
 
 
 def _hook_unit(runtime, plan, unit: int, modules: list[nn.Module], casts, before_others: bool) -> tuple[list, Callable]:
-    """Handles of the unit's hooks, and the one in front of its forward. before_others: its post-forward runs before that of hooks that are there."""
+    """Handles of the unit's hooks, and the one in front of its forward. before_others: its post-forward runs before
+    that of hooks that are there."""
     pre_forward, post_forward = map(_untraced, runtime.hooks(unit, modules, *casts, plan.full_precision_in_eval))
     handles = []
     for module in modules:
@@ -121,7 +131,9 @@ def hook_modules(plan, model: nn.Module, runtime) -> tuple[list, dict[int, Calla
     handles, pre_forwards = [], {}
 
     def hook(unit: int, of_unit: list[nn.Module], casts) -> None:
-        several = 0 <= unit < len(plan.units) - 1 and plan.units[unit + 1].parameter_group > plan.units[unit].parameter_group
+        several = (
+            0 <= unit < len(plan.units) - 1 and plan.units[unit + 1].parameter_group > plan.units[unit].parameter_group
+        )
         made, pre_forwards[unit] = _hook_unit(runtime, plan, unit, of_unit, casts, before_others=several)
         handles.extend(made)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways that steps go: the points that they pass, and which way the next one is likely to go.
 
-[Note: the next path] A job that alternates between tasks, experts or branches has a plan for each way that a step goes. A step that follows the wrong
-one is finished on demand, which is right and slow. So the step is foreseen: from what its first forward is given, if steps with
-such arguments have always gone one way, else from the steps before it. All ranks see the same and foresee the same.
+[Note: the next path] A job that alternates between tasks, experts or branches has a plan for each way that a step goes.
+A step that follows the wrong one is finished on demand, which is right and slow. So the step is foreseen: from what its
+first forward is given, if steps with such arguments have always gone one way, else from the steps before it. All ranks
+see the same and foresee the same.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ _STEPS = 64  # that are remembered
 _CONTEXT = 8  # steps that are compared with those before them
 _SIGNATURES = 1024
 
-Way = tuple[RequiresGrad, tuple, tuple[bool, ...], str]  # (requires_grad, points of a step, full-precision forwards, calls of setters)
+# (requires_grad, points of a step, full-precision forwards, calls of setters)
+Way = tuple[RequiresGrad, tuple, tuple[bool, ...], str]
 
 
 def points(log: list[tuple]) -> tuple:
-    """Of a step or of a plan's step. A gradient belongs to its unit's next post_backward, or to the end of the backward: which hook saw it first changes no plan."""
+    """The points of a step, or of a plan's step. A gradient belongs to its unit's next post_backward, or to the end of
+    the
+    backward: which hook saw it first changes no plan."""
     passed, gradients = [], []
     for kind, unit, made, keeps in log:
         gradients += made
@@ -80,7 +84,7 @@ class NextPath:
         return self._by_signature.get(self._signature) or self._after_steps()
 
     def _after_steps(self) -> Hashable | None:
-        """What followed the last time that the latest steps were the same, as many of them as were ever the same."""
+        """The way that followed the longest earlier run of steps like the latest ones."""
         steps = list(self._steps)
         best, longest = None, 0
         for end in range(1, len(steps)):
