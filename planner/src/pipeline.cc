@@ -11,12 +11,10 @@
 
 #include "planner_passes.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/cluster_check.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/program.h"
-#include "shardplan/schemas/pytorch_version.h"
-#include "shardplan/schemas/strategy_check.h"
-#include "shardplan/schemas/trace_check.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan {

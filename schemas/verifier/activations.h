@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "shardplan/schemas/activations.h"
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::verifier {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/verifier/known_faults.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include "names/enum_names.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/verifier/verifier.h"
 
 namespace shardplan {
 namespace {

@@ -9,7 +9,6 @@
 #include <span>
 #include <variant>
 
-#include "shardplan/schemas/on_demand.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/program.h"

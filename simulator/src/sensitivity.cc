@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/sensitivity.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include "cost/fixed_log.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/simulate.h"
 #include "text/format.h"
 
 namespace shardplan {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/simulate_reshard.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "shardplan/checkpoints/reshard.h"
+#include "shardplan/simulator/simulate.h"
 
 namespace shardplan {
 namespace {

@@ -9,8 +9,8 @@
 #include "optimize/moves.h"
 #include "shardplan/planner/optimize.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/simulator/device_fit.h"
-#include "shardplan/simulator/sensitivity.h"
+#include "shardplan/simulator/reserved_memory.h"
+#include "shardplan/simulator/simulate.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/planner/parts_cases.h"
 

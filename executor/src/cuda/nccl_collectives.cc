@@ -15,9 +15,9 @@
 #include "cuda/device.h"
 #include "cuda/nccl_communicators.h"
 #include "replay/watchdog.h"
-#include "shardplan/executor/bounded_store.h"
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 #include "torch/arrivals.h"
+#include "torch/bounded_store.h"
 
 namespace shardplan::executor {
 namespace {

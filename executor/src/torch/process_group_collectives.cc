@@ -10,7 +10,7 @@
 
 #include "cpu/counted_memory.h"
 #include "cpu/device.h"
-#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/backends.h"
 #include "torch/arrivals.h"
 #include "torch/lookout.h"
 

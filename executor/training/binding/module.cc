@@ -15,10 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include "shardplan/executor/agreement.h"
-#include "shardplan/executor/cpu_backend.h"
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 #include "shardplan/executor/peers.h"
+#include "torch/agreement.h"
 #include "training/binding/hooks.h"
 #include "training/binding/plan_binding.h"
 #include "training/binding/python_error.h"

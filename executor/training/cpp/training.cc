@@ -15,14 +15,13 @@
 #include <utility>
 
 #include "replay/first_line.h"
-#include "shardplan/executor/agreement.h"
-#include "shardplan/executor/cpu_backend.h"
-#include "shardplan/executor/cuda_backend.h"
-#include "shardplan/executor/launch.h"
+#include "shardplan/executor/backends.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/precision.h"
-#include "shardplan/verifier/known_faults.h"
+#include "shardplan/verifier/verifier.h"
+#include "torch/agreement.h"
+#include "torch/launch.h"
 #include "training/cpp/torch_names.h"
 #include "training/cpp/training_impl.h"
 #include "training/failure.h"

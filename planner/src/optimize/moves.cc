@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <set>
 
-#include "shardplan/planner/frameworks.h"
+#include "shardplan/planner/planner.h"
 
 namespace shardplan::optimize {
 namespace {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "shardplan/schemas/instruction_sharing.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "passes/schedule_analysis.h"
-#include "shardplan/planner/schedule.h"
+#include "shardplan/planner/planner.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/plan_text.h"

@@ -8,7 +8,7 @@
 #include <unordered_map>
 
 #include "shardplan/checkpoints/checkpoint.h"
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/precision.h"
 #include "shardplan/schemas/printable.h"
 

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "checkpoints/layouts/mesh_digits.h"
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 
 namespace shardplan {
 namespace {

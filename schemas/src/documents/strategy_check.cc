@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/strategy_check.h"
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -12,9 +10,10 @@
 #include <variant>
 #include <vector>
 
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/policy_knobs.h"
-#include "shardplan/schemas/pytorch_version.h"
+#include "shardplan/schemas/pytorch_rules.h"
 
 namespace shardplan {
 namespace {

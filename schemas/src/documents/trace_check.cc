@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/trace_check.h"
-
 #include <fmt/format.h>
 
 #include <map>
@@ -16,6 +14,7 @@
 
 #include "documents/trace_modules_check.h"
 #include "json/fields.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {

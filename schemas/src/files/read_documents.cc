@@ -7,7 +7,6 @@
 #include "files/available_memory.h"
 #include "files/file_bytes.h"
 #include "files/foreign_file.h"
-#include "shardplan/schemas/gzip.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 

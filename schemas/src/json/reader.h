@@ -24,7 +24,7 @@
 #include "json/types.h"
 #include "names/enum_names.h"
 #include "shardplan/schemas/error.h"
-#include "shardplan/schemas/instruction_sharing.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/schemas/shared_list.h"
 #include "shardplan/schemas/strategy.h"
 

@@ -9,7 +9,7 @@
 
 #include "json/fields.h"
 #include "json/tape.h"
-#include "shardplan/schemas/instruction_sharing.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/on_demand.h"
 
 #include <fmt/format.h>
 

@@ -7,7 +7,7 @@
 
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/layout.h"
-#include "shardplan/schemas/on_demand.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan::internal {
 namespace {

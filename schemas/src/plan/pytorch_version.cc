@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/pytorch_version.h"
 
 #include <charconv>
 #include <cstddef>

@@ -8,17 +8,15 @@
 #include <set>
 #include <utility>
 
-#include "shardplan/schemas/activations.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/program.h"
 #include "shardplan/simulator/cost_model.h"
-#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/lower_bound.h"
-#include "shardplan/simulator/pooled_memory.h"
-#include "shardplan/verifier/known_faults.h"
+#include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/reserved_memory.h"
 #include "shardplan/verifier/verifier.h"
 
 namespace shardplan {

@@ -7,9 +7,9 @@
 #include "cost/collective_tables.h"
 #include "cost/fixed_log.h"
 #include "cost/matmul_shapes.h"
+#include "cost/operator_class.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/simulator/cost_model.h"
-#include "shardplan/simulator/operator_class.h"
 
 namespace shardplan {
 namespace {

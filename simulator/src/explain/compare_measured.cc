@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/compare_measured.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,6 +6,7 @@
 #include <utility>
 
 #include "report/comparison.h"
+#include "shardplan/simulator/measurements.h"
 
 namespace shardplan {
 namespace {

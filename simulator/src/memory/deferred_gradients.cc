@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/deferred_gradients.h"
 
 #include <algorithm>
 #include <set>

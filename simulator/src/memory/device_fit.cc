@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/device_fit.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -13,6 +11,7 @@
 #include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/memory_profile.h"
 #include "shardplan/simulator/optimizer_tensors.h"
+#include "shardplan/simulator/reserved_memory.h"
 #include "text/format.h"
 
 namespace shardplan {

@@ -4,7 +4,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "shardplan/simulator/memory_rows.h"
+#include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan {
 namespace {

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "cost/fixed_log.h"
+#include "cost/operator_class.h"
 #include "shardplan/schemas/assert.h"
-#include "shardplan/simulator/deferred_gradients.h"
-#include "shardplan/simulator/operator_class.h"
+#include "shardplan/simulator/memory_profile.h"
 #include "text/instruction_text.h"
 
 namespace shardplan::internal {

@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include "shardplan/schemas/pytorch_rules.h"
-#include "shardplan/schemas/pytorch_version.h"
 #include "tests/schemas/json_schema/page_table.h"
 
 namespace shardplan {

@@ -88,4 +88,26 @@ std::string Digest(std::string_view bytes);
 // Digest(ToJson(plan)), without the text.
 std::string DigestOfJson(const Plan& plan, MicrobatchText microbatches = MicrobatchText::kEqualOnesOnce);
 
+// Compressed text.
+
+// A gzip file (RFC 1952) of one member without name and time: the same bytes for the same text.
+std::string Gzip(std::string_view text);
+
+// Whether the bytes begin as a gzip file does.
+bool IsGzip(std::string_view bytes);
+
+// What a gzip file of one member holds. kBadInput: it is damaged, or something follows it. kEnvironment: its
+// text needs more memory than there is.
+Result<std::string> Gunzip(std::string_view bytes);
+
+// Writing what is larger than memory should hold: the text comes in pieces and is never whole.
+
+// Gives its text to a sink, piece by piece. It may be asked once.
+using TextInPieces = std::function<void(const JsonSink& sink)>;
+
+// The functions of io.h for text in pieces, with the same errors. After a piece that cannot be written the
+// others are dropped.
+Status WriteFileAtomically(const std::string& path, const TextInPieces& text);
+Status WriteStandardOutput(const TextInPieces& text);
+
 }  // namespace shardplan

@@ -353,11 +353,11 @@ struct Digests {
   std::string trace;  // "sha256:..." of the document's bytes; "" when there was none
   std::string strategy;
   std::string cluster;
-  std::string program;  // with known_faults: of the plan itself without them (known_faults.h)
+  std::string program;  // with known_faults: of the plan itself without them (verifier.h)
   bool operator==(const Digests&) const = default;
 };
 
-// The faults of PyTorch that the policies reproduce: the whole list (known_faults.h describes each).
+// The faults of PyTorch that the policies reproduce: the whole list (verifier.h describes each).
 enum class PyTorchFault : std::uint8_t {
   kFsdp1OffloadedGradientReplaced,
   kFsdp1ReplicasNotAdded,

@@ -55,7 +55,7 @@ struct MemoryReport {
   Bytes context_bytes;                          // CUDA context
   Bytes device_memory_bytes;                    // the device has
   // The caching allocator's model over steps until it reserves no more, within what the device has beside
-  // context and NCCL's buffers (device_fit.h).
+  // context and NCCL's buffers (reserved_memory.h).
   Bytes reserved_bytes;             // its peak; out of memory: of a device without end
   std::int64_t cache_releases = 0;  // requests that released the cache first: each synchronises
   bool fits = true;                 // it never runs out of memory

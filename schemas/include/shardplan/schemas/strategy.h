@@ -287,7 +287,7 @@ struct StrategyMeshDim {
 
 struct Strategy {
   std::string policy = "fsdp2";  // "fsdp2", "fsdp1", or the name of one that is not built in
-  // Whose FSDP the policy is. Not given: pytorch_version.h says which. A plan's strategy has one.
+  // Whose FSDP the policy is. Not given: pytorch_rules.h says which. A plan's strategy has one.
   std::optional<PyTorchVersion> pytorch;
   // Outermost first, the last dimension's ranks are adjacent: {replicate, shard}. Empty: {shard: cluster's
   // ranks}.

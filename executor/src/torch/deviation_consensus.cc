@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/executor/ways.h"
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -10,8 +8,9 @@
 #include <thread>
 #include <utility>
 
-#include "shardplan/executor/agreement.h"
-#include "shardplan/executor/bounded_store.h"
+#include "shardplan/executor/peers.h"
+#include "torch/agreement.h"
+#include "torch/bounded_store.h"
 
 namespace shardplan::executor {
 namespace {
