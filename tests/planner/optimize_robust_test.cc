@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan that is best at the worst of the costs: its figures are those of plans made and simulated there,
-// and neither the fastest plan nor what people set is better at its worst.
+// and neither the fastest plan nor a common setting is better at its worst.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -60,7 +60,7 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank, std::uniqu
           *plan_, tables_.order, units_, tables_.buffer_parameters, on_demand_,
           [this](UnitId unit) { return Reduces(unit); },
           [this](const std::string& text) {
-            return options_.ways ? options_.ways->InWords(Tell(text)) : text;
+            return options_.consensus ? options_.consensus->InWords(Tell(text)) : text;
           },
           lock_),
       handover_(*plan_, rank_, *device_, units_, tables_.buffer_parameters, lock_),
@@ -223,25 +223,25 @@ bool Runtime::Deviate(const std::string& found, const std::string& instead_of, b
   const std::string expected =
       instead_of.empty() ? Explained(TriggerText(*plan_, next), next.unit) : instead_of;
   const std::string text = fmt::format("found {}, expected {} ({})", found, expected, Where());
-  if (options_.ways) {
+  if (options_.consensus) {
     const ReleaseLock unlocked(lock_);
-    options_.ways->Leave(collectives_->Issued(), text, fallback_.enabled());
+    options_.consensus->Leave(collectives_->Issued(), text, fallback_.enabled());
   }
   if (!fallback_.enabled()) {
     throw TrainingError(ErrorCode::kNegative,
                         fmt::format("the model deviates from the plan: {}. {}; {} gives the step up", text,
                                     options_.after_deviation, options_.gives_up));
   }
-  if (options_.ways) {
+  if (options_.consensus) {
     const PlanPosition now = Position();
     const Whereabouts here = {.leaves = true,
                               .may_go_on = only_missing,
                               .place = fmt::format("{} {} {}", now.step, now.trigger, instead_of),
                               .text = text};
     const ReleaseLock unlocked(lock_);
-    const Result<Way> way = options_.ways->Meet(here);
-    if (!way) Throw(way.error());
-    if (*way == Way::kGoOn) return GoOnWithZeros(text);
+    const Result<DeviationVerdict> agreed = options_.consensus->Meet(here);
+    if (!agreed) Throw(agreed.error());
+    if (*agreed == DeviationVerdict::kGoOn) return GoOnWithZeros(text);
   }
   fallback_.Begin(found, expected, *replayer_, [this] { handover_.PublishAll(/*zeros=*/false); });
   return true;
@@ -265,9 +265,9 @@ void Runtime::FireWithZeros() {
 }
 
 std::vector<std::string> Runtime::Tell(const std::string& text) {
-  if (!options_.ways) return {text};
+  if (!options_.consensus) return {text};
   const ReleaseLock unlocked(lock_);
-  return options_.ways->Tell(text);
+  return options_.consensus->Tell(text);
 }
 
 // A forward under no_grad that is not in the plan is done on demand. Decided where it begins, for all of it.

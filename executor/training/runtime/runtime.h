@@ -55,7 +55,8 @@ struct RuntimeOptions {
   std::string_view after_freezing;               // a sentence: a parameter was frozen or unfrozen
   std::string_view gives_up;                     // the call that gives a step up
   std::function<void(const std::string&)> warn;  // tells the user
-  std::shared_ptr<Ways> ways = nullptr;          // also the collectives'; null: ranks leave a plan unasked
+  // Shared with the collectives; null: ranks leave a plan unasked.
+  std::shared_ptr<DeviationConsensus> consensus = nullptr;
 };
 
 class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
@@ -161,7 +162,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   void Restart();
   // Are all ranks about to do the same, which a number stands for? Collective.
   bool Alike(std::int64_t number) { return on_demand_.Alike(number); }
-  // What all ranks say; see Ways::Tell.
+  // What all ranks say; see DeviationConsensus::Tell.
   std::vector<std::string> Tell(const std::string& text);
   // Inside a step the modules of gathered units hold whole parameters: shows the shards, and the whole ones
   // again. For reading.

@@ -174,7 +174,7 @@ std::string Text(const OptimizeOutput& output) {
     text += fmt::format("  {:<13}{:+10.3f} ms{}  {}\n", decision.decision, ms(decision.worth_ns),
                         decision.fits_without ? "" : " (not in the budget)", decision.chosen);
   }
-  text += "\nwhat people set\n";
+  text += "\ncommon settings\n";
   for (const BaselineReport& baseline : r.baselines) {
     std::string note = baseline.fits ? "" : "  not in the budget";
     if (baseline.cache_releases > 0) note += fmt::format("  {} cache releases", baseline.cache_releases);

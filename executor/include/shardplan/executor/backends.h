@@ -39,7 +39,8 @@ struct ProcessGroupOptions {
   c10::intrusive_ptr<c10d::Store> store;
   std::shared_ptr<Peers> peers = nullptr;  // which of them are alive; null: nobody knows
   std::vector<std::int64_t> names = {};    // of the plan's ranks in errors; empty: the same numbers
-  std::shared_ptr<Ways> ways = nullptr;    // whether others leave the plan; null: nobody says so
+  // Whether others leave the plan; null: nobody says so.
+  std::shared_ptr<DeviationConsensus> consensus = nullptr;
 };
 
 // `device` is the cpu device of the same replayer and outlives it.
@@ -86,7 +87,8 @@ struct NcclOptions {
   std::int64_t world_size = 1;
   std::shared_ptr<Peers> peers = nullptr;  // which ranks are alive; null: nobody knows
   std::vector<std::int64_t> names = {};    // of the plan's ranks in errors; empty: the same numbers
-  std::shared_ptr<Ways> ways = nullptr;    // whether others leave the plan; null: nobody says so
+  // Whether others leave the plan; null: nobody says so.
+  std::shared_ptr<DeviationConsensus> consensus = nullptr;
 };
 
 // Communicators are made in Prepare, without blocking, within the timeout. Sub-communicators are split off
