@@ -14,7 +14,8 @@
 namespace shardplan {
 namespace {
 
-// What the policies know of PyTorch: the whole list. A rule that is not named here is never excused.
+// The faults of PyTorch that the policies know: the whole list. A rule that is not named here is never
+// excused.
 struct FaultKind {
   PyTorchFault fault;
   std::string_view policy;

@@ -22,7 +22,7 @@ std::int64_t SizeOf(const Plan& plan, CommunicatorId communicator) {
   return communicator < 0 ? 1 : plan.communicators[communicator].size;
 }
 
-// Of what is gathered of a parameter; of the first tensor where an extension makes several.
+// The dtype that a parameter is gathered in; the first tensor's where an extension makes several.
 DType GatheredDType(const Unit& unit, const UnitParameter& parameter) {
   return parameter.gathered.empty() ? ComputeDType(unit, parameter) : parameter.gathered.front().dtype;
 }
@@ -77,7 +77,7 @@ std::string Unlike(const std::vector<Bytes>& found, const std::vector<std::int64
                      fmt::join(expected, ", "));
 }
 
-// What modules and optimizers see has a part for each parameter.
+// Buffers that modules and optimizers see have a part for each parameter.
 bool IsByParameter(BufferRole role) {
   return role == kParamSharded || role == kParamUnsharded || role == kGradUnsharded || role == kGradSharded ||
          role == kGradHost;
@@ -125,7 +125,7 @@ std::string PartsOfFlat(const Plan& plan, const Buffer& buffer) {
                 {(shard ? unit.flat_numel / ShardCount(plan, unit) : unit.flat_numel) * element});
 }
 
-// Of the ranks that the second level reduces over, the pieces of each.
+// The pieces of each rank that the second level reduces over.
 std::string PiecesOfOuterRanks(const Plan& plan, const Buffer& buffer) {
   const Unit& unit = plan.units[buffer.unit];
   if (unit.outer_reduce_communicator < 0) return "a unit that is reduced over all shards at once";
@@ -222,7 +222,7 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer, bool is_zeroed) 
   }
 }
 
-// What the steps do with a buffer.
+// Uses of a buffer by the steps.
 struct Use {
   bool is_allocated = false;
   bool is_zeroed = false;   // filled with zeros, in the place of gradients

@@ -10,8 +10,8 @@ namespace shardplan::verifier {
 
 namespace {
 
-// What is in memory that is always there before the first step: shards, the model's own, what ranks compare.
-// Of reduced gradients the gradient rules know that there is none.
+// The content of memory that is there before the first step: shards, the model's own, what ranks compare. The
+// gradient rules know that there are no reduced gradients.
 Content ContentAtFirst(BufferRole role) {
   switch (role) {
     case BufferRole::kParamSharded:

@@ -46,7 +46,7 @@ constexpr std::array kKeeping = {kAccumulate, kAccumulateAgain, kReduceAccumulat
 // By pass of the backward: parameters of the model.
 using ByPass = std::map<std::int32_t, std::set<ParameterId>>;
 
-// Those whose gradient the pass allocates.
+// By pass: parameters whose gradient the pass allocates.
 ByPass GradientsAllocated(const Plan& plan) {
   ByPass allocated;
   for (const Segment& segment : plan.segments) {
@@ -60,7 +60,7 @@ ByPass GradientsAllocated(const Plan& plan) {
   return allocated;
 }
 
-// Those whose gradient a segment of the pass makes.
+// By pass: parameters whose gradient a segment of the pass makes.
 ByPass GradientsMade(const Plan& plan) {
   ByPass made;
   for (const Segment& segment : plan.segments) {

@@ -47,7 +47,7 @@ class LayoutOfPlan {
     }
   }
 
-  // Of every unit: the parameters (`state` is null), or one kind of state.
+  // Adds from every unit the parameters (`state` is null), or one kind of state.
   Status Add(const std::string& prefix, const char* state) {
     const std::string suffix = state == nullptr ? "" : fmt::format(".{}", state);
     const bool is_step = suffix == ".step";

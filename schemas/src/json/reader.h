@@ -34,7 +34,7 @@ namespace shardplan {
 inline constexpr std::string_view kSchemaField = "schema";
 inline constexpr std::string_view kExtensionsField = "extensions";
 
-// What the readers of the parts of one document know of the others.
+// Facts of one document that the readers of its parts share.
 struct ReadingContext {
   struct RefTable {
     bool defined =

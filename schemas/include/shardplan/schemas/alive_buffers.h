@@ -53,7 +53,7 @@ class AliveBuffers {
 // Activations that a plan moves to host memory and back (docs/reference/plan-format.md): buffers of the role
 // activation, whose parts are storages of the model. Segments make and free the storages one by one.
 
-// What a segment does to one of them. A segment that only reads or writes storages has neither.
+// The effect of a segment on one of them. A segment that only reads or writes storages has neither.
 struct ActivationTouch {
   BufferId buffer = -1;
   std::vector<StorageId> made, freed;

@@ -15,8 +15,8 @@
 namespace shardplan {
 
 // kBadInput, with the pointer: the modules are no tree, modules are left that were not entered, a storage is
-// used that is not alive, an event refers to a call that the forward does not have, ...
-// docs/reference/trace-format.md lists the rules. Reading a trace asks it, and planning.
+// used that is not alive, ... docs/reference/trace-format.md lists the rules. Reading a trace asks it, and
+// planning.
 Status CheckTrace(const Trace& trace);
 
 // Whether the pointer is a place in a trace: its first key is that of one of the document's fields.
@@ -33,10 +33,10 @@ class CompiledModules {
   std::unordered_map<std::string_view, const Module*> by_fqn_;
 };
 
-// kBadInput, with the pointer: no policy has this name, the mesh is none, an argument that the optimizer does
-// not take, a call that the policy does not know, a backward of a micro-batch that has had no forward, ...
-// Whatever a strategy alone says cannot be planned; what depends on the trace or the cluster, planning says.
-// Reading a strategy asks it, and planning.
+// kBadInput, with the pointer: no policy has this name, the mesh is none, the optimizer does not take an
+// argument, the policy does not know a call, a micro-batch has a backward without a forward, ... Whatever a
+// strategy alone says cannot be planned; what depends on the trace or the cluster, planning says. Reading a
+// strategy asks it, and planning.
 Status CheckStrategy(const Strategy& strategy);
 
 // kBadInput: points of efficiency curves and of tables of collectives do not ascend. `pointer` is where the

@@ -3,7 +3,7 @@
 // checks of operands, GraphViz, the JSON Schema and the table in docs/reference/plan-format.md take names and
 // fields from here.
 //
-// The table says what an instruction has. What it means stays with those who give it a meaning, and is
+// The table says what an instruction has. The meaning of a kind stays with those who give it one, and is
 // written there kind by kind: costs (simulator), happens-before and values (verifier, planner, executor).
 #pragma once
 
@@ -317,8 +317,8 @@ constexpr bool Reads(const BufferOperand& operand) {
   return operand.access == Access::kRead || operand.access == Access::kReadWrite;
 }
 
-// Every operand that the kind needs is there, and every id names something (-1: none). Where the host itself
-// works (no stream), all memory is the host's. The error has no pointer.
+// Every operand that the kind needs is there, and every id names something (-1: none). All memory is the
+// host's if the host itself works (no stream). The error has no pointer.
 //
 // Which roles the buffers may have, and of which unit they are, is the verifier's.
 Status CheckOperands(const Plan& plan, const Instruction& instruction);

@@ -67,12 +67,11 @@ Result<Certificate> ReadCertificate(const std::string& path);
 Result<Optimization> ReadOptimization(const std::string& path);
 Result<Document> ReadDocument(const std::string& path);
 
-// Writes a file without a name (where the file system has none: with a hidden one) in the same folder,
-// flushes it, and gives it the name `path`, with the owner and the mode of what had that name: `path` has the
-// old bytes or all the new ones, and no signal leaves anything beside it. What a killed writer could not
-// remove, the next one in the folder does. A link stays a link. Pipes and devices are written to.
-// kEnvironment when it cannot be done: a full disk, a missing folder, a folder in place of a file, no
-// permission.
+// Writes a file without a name in the same folder (a hidden one where the file system has none), flushes it,
+// and gives it the name `path`, with the owner and the mode of the file that had that name. `path` has the
+// old bytes or all the new ones, and no signal leaves anything beside it. The next writer in the folder
+// removes what a killed one left. A link stays a link. Pipes and devices are written to. kEnvironment when it
+// cannot be done: a full disk, a missing folder, a folder in place of a file, no permission.
 Status WriteFileAtomically(const std::string& path, std::string_view bytes);
 
 // The file that a write to `path` makes or replaces: links followed, its folder in canonical form.
@@ -96,7 +95,7 @@ std::string Gzip(std::string_view text);
 // Whether the bytes begin as a gzip file does.
 bool IsGzip(std::string_view bytes);
 
-// What a gzip file of one member holds. kBadInput: it is damaged, or something follows it. kEnvironment: its
+// The text of a gzip file of one member. kBadInput: it is damaged, or something follows it. kEnvironment: its
 // text needs more memory than there is.
 Result<std::string> Gunzip(std::string_view bytes);
 

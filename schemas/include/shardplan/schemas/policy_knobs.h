@@ -68,7 +68,7 @@ bool IsBuiltIn(std::string_view policy);
 // nobody but it knows; here it has what its units take from the strategy as fsdp2's do, and no name.
 const PolicyKnobs& KnobsOf(const std::string& policy);
 
-// What the setters of a strategy leave a unit with.
+// Flags of units after the setters of a strategy.
 
 // Is the module `fqn` the module `above`, or below it?
 bool IsUnder(std::string_view fqn, std::string_view above);

@@ -23,8 +23,8 @@ const StepProgram& ProgramOfStep(const Strategy& strategy, std::int64_t step);
 // (Trace::calls), or else its first forward and its first backward.
 void AddMicrobatch(const Trace& trace, std::int32_t microbatch, StepProgram& step);
 
-// What ends a step behind its micro-batches: the optimizer's step and zero_grad, or nothing where it steps in
-// the backward.
+// Adds the end of a step behind its micro-batches: the optimizer's step and zero_grad, or nothing where it
+// steps in the backward.
 void AddStepEnd(const Optimizer& optimizer, StepProgram& step);
 
 // Is it FSDP2's reset_iter_state, behind a pass that raised?
@@ -68,13 +68,13 @@ struct OnDemandProgram {
 };
 
 // [Note: states that procedures are called in]
-// A plan with the tables of `plan` and steps in which everything is done on demand, one unit at a time: each
-// is gathered where it is entered, forward and backward, and freed where it is left; each step gets its
-// gradients in another way (reduced at once; kept for two micro-batches and reduced with the third's; kept
-// and reduced alone; of HSDP reduced over the shards by what the steps issue, once or for two micro-batches,
-// and then over the replicas), then the optimizer steps. So every procedure is called in every state of its
-// unit that it may be called in: what holds of this program holds of the procedures. Each procedure is a
-// trigger of its own, which no call of strategy.program passes.
+// A plan with the tables of `plan` and steps in which everything is done on demand, one unit at a time. A
+// unit is gathered where it is entered, forward and backward, and freed where it is left. Each step gets its
+// gradients in another way, then the optimizer steps: reduced at once; kept for two micro-batches and reduced
+// with the third's; kept and reduced alone. Gradients of HSDP are also reduced over the shards by the steps'
+// own instructions, once or for two micro-batches, and then over the replicas. So every procedure is called
+// in every state of its unit that it may be called in: what holds of this program holds of the procedures.
+// Each procedure is a trigger of its own, which no call of strategy.program passes.
 //
 // A plan without procedures gives no steps.
 OnDemandProgram OnDemandProgramOf(const Plan& plan);

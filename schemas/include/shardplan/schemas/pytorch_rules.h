@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What differs between the releases of PyTorch that are planned: one rule for each difference, asked for
-// where the policy decides it. docs/reference/pytorch-versions.md has this table.
+// Differences between the planned releases of PyTorch: one rule for each, asked for where the policy decides
+// it. docs/reference/pytorch-versions.md has this table.
 #pragma once
 
 #include <array>
@@ -250,7 +250,7 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .shown_by = ""},
 });
 
-// Of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).
+// The rules of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).
 PyTorchRules RulesOf(const Strategy& strategy);
 
 // The releases of PyTorch whose FSDP is planned. A strategy names one (Strategy::pytorch), and a plan says in
@@ -266,11 +266,12 @@ std::optional<PyTorchVersion> PyTorchFromName(std::string_view name);
 // that is not newer than that torch, the oldest where all are newer. Nothing: not said.
 std::optional<PyTorchVersion> RecordedPyTorch(std::string_view recorded_with);
 
-// What a plan of this strategy for this trace follows: what the strategy names, else the torch that recorded
-// the trace, which is the one installed there, else the newest.
+// The release that a plan of this strategy for this trace follows: the strategy's, else that of the torch
+// that recorded the trace, which is the one installed there, else the newest.
 PyTorchVersion PlannedPyTorch(const Strategy& strategy, const Trace& trace);
 
-// What a plan with this strategy follows: the oldest where it was made before strategies named one.
+// The release that a plan with this strategy follows: the oldest where it was made before strategies named
+// one.
 PyTorchVersion PyTorchOfPlan(const Strategy& strategy);
 
 }  // namespace shardplan

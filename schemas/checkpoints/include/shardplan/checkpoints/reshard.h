@@ -16,8 +16,8 @@
 
 namespace shardplan {
 
-// What a layout of a state says (docs/reference/reshard-format.md): which elements of a tensor a rank holds,
-// and where they lie in its storage.
+// The meaning of a layout (docs/reference/reshard-format.md): which elements of a tensor a rank holds, and
+// where they lie in its storage.
 
 // One run of elements of a tensor that a rank holds: the elements [first, first + count) in row-major order
 // of the box that begins at `low` and has the extents `size`. They lie side by side in the rank's storage,
@@ -74,8 +74,8 @@ struct ReshardPiece {
   ReshardCopy copy;
 };
 // The order of execution, the same on all ranks: the copies as the plan has them, cut where they are larger
-// than half the budget, in rounds in which no rank sends and receives more than the budget. What stays on a
-// rank needs no staging.
+// than half the budget. In a round no rank sends and receives more than the budget. Bytes that stay on a rank
+// need no staging.
 using ReshardRound = std::span<const ReshardPiece>;
 void ForEachReshardRound(const ReshardPlan& plan, const std::function<void(ReshardRound)>& visit);
 // ForEachReshardRound with only those pieces that `rank` sends, receives or keeps; the rounds are the same

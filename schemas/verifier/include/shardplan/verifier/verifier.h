@@ -56,7 +56,8 @@ struct Violation {
 // All violations in program order; empty: the plan verifies. Each step is interpreted in order, then the
 // steady step a second time from its own end state.
 std::vector<Violation> Verify(const Plan& plan);
-// Those of kReference alone: ids and operands. A plan without them may be worked with before it verifies.
+// Violations of kReference alone: ids and operands. A plan without them may be worked with before it
+// verifies.
 std::vector<Violation> VerifyReferences(const Plan& plan);
 
 // Remarks: the plan is correct, but this is seldom meant.
