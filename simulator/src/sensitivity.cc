@@ -27,7 +27,7 @@ class Scaling {
   void Rate(std::int64_t& rate) const {
     if (rate > 0) rate = std::max<std::int64_t>(1, internal::MulDiv(rate, kOne, factor_ppm_));
   }
-  // What is lost of a whole.
+  // Multiplies the part that is lost of a whole.
   void Loss(std::int64_t& kept_ppm) const {
     const std::int64_t lost = internal::MulDiv(kOne - kept_ppm, factor_ppm_, kOne);
     kept_ppm = std::clamp<std::int64_t>(kOne - lost, 1, kOne);

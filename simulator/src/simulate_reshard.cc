@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kNsPerSecond = 1e9;
 
-// Of one rank, in a round or in all.
+// Traffic of one rank, in a round or in all.
 struct RankTraffic {
   std::int64_t node_sent = 0, node_received = 0;
   std::int64_t network_sent = 0, network_received = 0;

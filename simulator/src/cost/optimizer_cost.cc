@@ -12,8 +12,8 @@
 namespace shardplan {
 namespace {
 
-// What one step reads and writes, in passes over the shards, and launches: by list of tensors (foreach) or by
-// tensor, and in any case by tensor.
+// Reads, writes and launches of one step. Reads and writes are passes over the shards; launches are by list
+// of tensors (foreach) or by tensor, and in any case by tensor.
 struct Passes {
   std::int64_t read = 0;
   std::int64_t written = 0;

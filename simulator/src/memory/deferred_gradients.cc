@@ -23,7 +23,7 @@ bool IsUnreduced(const Plan& plan, const MemoryBlock& block) {
   }
 }
 
-// Where backwards end, counted from the first step on.
+// The ends of backwards, counted from the first step on.
 class BackwardEnds {
  public:
   explicit BackwardEnds(const Plan& plan) {
@@ -35,7 +35,7 @@ class BackwardEnds {
     }
   }
   std::int64_t InStep(std::int32_t step) const { return before_[static_cast<std::size_t>(step)].back(); }
-  // Of the step, before the trigger in which the point is.
+  // The number of them in the step, before the trigger in which the point is.
   std::int64_t Before(const MemoryPoint& at) const {
     const std::vector<std::int64_t>& before = before_[static_cast<std::size_t>(at.step)];
     return before[static_cast<std::size_t>(

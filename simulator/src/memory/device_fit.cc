@@ -21,7 +21,7 @@ MemoryHistoryOptions HistoryOptions(const FitOptions& options) {
   return {.kernel_temporaries = options.kernel_temporaries};
 }
 
-// What ranks divide between them: shards and what is made of them. Everything else a rank has whole.
+// Whether ranks divide it between them: shards and what is made of them. Everything else a rank has whole.
 bool IsDivided(std::int32_t category) {
   switch (static_cast<BufferRole>(category)) {
     case BufferRole::kParamSharded:

@@ -122,7 +122,7 @@ class RowReader {
     RowOf(name + ".before", trigger.unit);
   }
 
-  // What the model does follows a hook's own instructions.
+  // The model's own work follows a hook's own instructions.
   void CloseHook(const Trigger& trigger, const std::string& name) {
     if (!hook_begun_) BeginHook(trigger, name);
     hook_open_ = false;

@@ -54,8 +54,8 @@ enum class WorkClass : std::uint8_t {
 enum class Phase : std::uint8_t { kForward, kBackward, kOptimizer };
 inline constexpr std::size_t kPhases = 3;
 
-// What the device does at a moment. Of several things the first of this list counts, so that the times of a
-// step add up to it.
+// Activity of the device at a moment. If it does several things at once, the first of this list counts, so
+// that the times of a step add up to it.
 enum class DeviceActivity : std::uint8_t {
   kForward,  // the model's compute, by phase; loss in the forward, recomputation in the backward
   kBackward,
@@ -184,7 +184,7 @@ struct EngineResult {
   std::vector<Nanoseconds> unit_forward_ns;
   std::vector<Nanoseconds> unit_backward_ns;
   std::vector<Nanoseconds> unit_exposed_ns;
-  // Where RunOptions asks for them. By DeviceActivity; they add up to end_ns.
+  // Filled if RunOptions asks for them. By DeviceActivity; they add up to end_ns.
   std::array<Nanoseconds, kDeviceActivities> activity_ns{};
   // By Phase: streams running the model's compute or the optimizer, each counted.
   std::array<Nanoseconds, kPhases> compute_busy_ns{};
@@ -217,7 +217,8 @@ struct EngineTimeline {
 struct RunOptions {
   // The host waits for the device before each phase begins, as one does to time forward and backward apart.
   bool synchronize_phases = false;
-  // What the device does at each moment. A search, which asks for the step's length alone, goes without.
+  // Record the device's activity at each moment. A search, which asks for the step's length alone, goes
+  // without.
   bool activities = false;
 };
 

@@ -20,7 +20,7 @@
 
 namespace shardplan {
 
-// What people measure: the collectives of plans, and two that no plan has.
+// Collectives that are measured: those of plans, and two that no plan has.
 enum class MeasuredCollective : std::uint8_t {
   kAllGather,
   kReduceScatter,
@@ -28,7 +28,7 @@ enum class MeasuredCollective : std::uint8_t {
   kAllToAll,
   kSendRecv,  // each rank sends to the next one and receives from the one before
 };
-// As tables of measurements write it: "all-gather".
+// The name in tables of measurements: "all-gather".
 std::string_view Name(MeasuredCollective kind);
 // By the name of nccl-tests' program without _perf: "all_gather", "alltoall".
 std::optional<MeasuredCollective> MeasuredCollectiveOf(std::string_view program);
@@ -60,7 +60,7 @@ struct Measurements {
   std::vector<MatmulMeasurement> matmuls;
 };
 
-// What a text of nccl-tests does not say itself.
+// Facts that a text of nccl-tests does not say itself.
 struct ReadOptions {
   std::optional<MeasuredCollective> kind;  // nothing: the text names the program, or the file's name does
   std::string file_name;
@@ -102,7 +102,7 @@ struct ClusterFit {
 
 // `base` with the tables, the link inside a node and the matrix rates that the measurements of its device
 // give. `device` names the rows that are taken; "": those that IsDevice() says. A row's table goes where the
-// cost model looks for it (PlaceTable). What there are no measurements of stays. kBadInput: no row is of the
+// cost model looks for it (PlaceTable). Figures without measurements stay. kBadInput: no row is of the
 // device.
 Result<ClusterFit> FitCluster(Cluster base, const Measurements& measurements, const std::string& source,
                               const std::string& device = "");

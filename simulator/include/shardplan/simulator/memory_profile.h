@@ -118,7 +118,7 @@ struct PooledMemory {
 // Blocks are rounded up to 512 bytes, as the caching allocator does; frees count where the host issues them.
 PooledMemory PoolMemory(const Plan& plan);
 
-// What gradients take that wait for their reduction: micro-batches without synchronisation (no_sync,
+// Memory of gradients that wait for their reduction: micro-batches without synchronisation (no_sync,
 // set_requires_gradient_sync(False)), or reduced over a part of the ranks so far
 // (set_requires_all_reduce(False), inner_reduce_ranks).
 

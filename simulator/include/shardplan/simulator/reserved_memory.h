@@ -77,8 +77,8 @@ ReservedMemory ReserveMemory(const Plan& plan, const MemoryHistory& history,
                              const ReservedOptions& options = {});
 
 // ... of a training that goes on: the steps that repeat are passed again until a pass reserves no more than
-// the one before (at most eight times). What a limit of memory, or a device that is behind, makes of the
-// first passes need not last.
+// the one before (at most eight times). A limit of memory, or a device that is behind, may change the first
+// passes for a time only.
 struct SteadyReplay {
   ReservedMemory reserved;  // over all passes
   MemoryHistory history;    // of all passes; what is before the last one is not recorded

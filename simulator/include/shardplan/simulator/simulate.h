@@ -73,7 +73,7 @@ std::string TimelineJson(const Plan& plan, const Simulation& simulation);
 // slowed them is spread evenly over it.
 std::string KinetoTrace(const Plan& plan, const Simulation& simulation, const Cluster& cluster);
 
-// Of a device: what is reserved, context, NCCL's buffers, parameters in no unit.
+// The bytes that a device needs: reserved memory, context, NCCL's buffers, parameters in no unit.
 Bytes NeededBytes(const MemoryReport& memory);
 
 // A table for people: one column per report (step time, exposed communication, overlap, tokens/s, memory).
@@ -86,7 +86,7 @@ std::string ReportHtml(const std::vector<const Plan*>& plans,
 // How far a step time may be off, and which of the cluster's figures that is from.
 
 // The cluster on which everything that follows from one figure takes `factor_ppm` of its time: durations are
-// multiplied, rates divided. Of a slowdown it is the part that is lost.
+// multiplied, rates divided. A slowdown's lost part is multiplied.
 Cluster WithFigure(Cluster cluster, ClusterFigure figure, std::int64_t factor_ppm);
 
 struct FigureEffect {
