@@ -28,11 +28,11 @@
 #include <vector>
 
 #include "gpt.h"
-#include "shardplan/executor/cuda_backend.h"
-#include "shardplan/executor/launch.h"
+#include "shardplan/executor/backends.h"
 #include "shardplan/executor/training.h"
 #include "shardplan/schemas/io.h"
 #include "text.h"
+#include "torch/launch.h"
 
 namespace {
 

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "shardplan/planner/policy.h"
-#include "shardplan/planner/unit_operations.h"
 #include "shardplan/schemas/layout.h"
 
 namespace {

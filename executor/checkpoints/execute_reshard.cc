@@ -13,10 +13,10 @@
 
 #include "checkpoints/reshard_copies.h"
 #include "shardplan/checkpoints/reshard.h"
-#include "shardplan/executor/agreement.h"
-#include "shardplan/executor/reshard.h"
+#include "shardplan/executor/checkpoints.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
+#include "torch/agreement.h"
 
 namespace shardplan::executor {
 namespace {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/executor/session.h"
-
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -17,9 +15,10 @@
 
 #include "checkpoints/host_copy.h"
 #include "shardplan/checkpoints/checkpoint.h"
-#include "shardplan/executor/agreement.h"
+#include "shardplan/executor/checkpoints.h"
 #include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/printable.h"
+#include "torch/agreement.h"
 
 namespace shardplan::executor {
 namespace {

@@ -10,8 +10,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
-#include "shardplan/executor/cpu_backend.h"
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
 

@@ -12,13 +12,13 @@
 #include <vector>
 
 #include "options.h"
-#include "shardplan/executor/agreement.h"
 #include "shardplan/executor/collectives.h"
-#include "shardplan/executor/launch.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/torch_device.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
+#include "torch/agreement.h"
+#include "torch/launch.h"
 
 namespace shardplan::run {
 

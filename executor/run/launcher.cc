@@ -14,9 +14,9 @@
 #include <exception>
 #include <optional>
 
-#include "shardplan/executor/launch.h"
 #include "shardplan/executor/peers.h"
 #include "signals.h"
+#include "torch/launch.h"
 
 namespace shardplan::run {
 namespace {

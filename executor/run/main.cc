@@ -16,9 +16,9 @@
 #include "options.h"
 #include "profile.h"
 #include "reshard_run.h"
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/verifier/known_faults.h"
+#include "shardplan/verifier/verifier.h"
 #include "worker.h"
 
 namespace shardplan::run {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The highest number of bytes of device memory that were allocated at once (allocation_count.h).
+// The highest number of bytes of device memory that were allocated at once (device.h).
 //
 // It is looked at behind every instruction of the plan and behind every allocation of the model: what a
 // kernel takes and gives back within one instruction is not seen, and no part of a simulation's peak.
@@ -9,7 +9,7 @@
 #include <memory>
 #include <utility>
 
-#include "shardplan/executor/allocation_count.h"
+#include "shardplan/executor/device.h"
 
 namespace shardplan::run {
 

@@ -14,9 +14,9 @@
 #include "backend.h"
 #include "reshard_state.h"
 #include "shardplan/checkpoints/reshard.h"
-#include "shardplan/executor/bounded_store.h"
-#include "shardplan/executor/reshard.h"
+#include "shardplan/executor/checkpoints.h"
 #include "shardplan/schemas/io.h"
+#include "torch/bounded_store.h"
 
 namespace shardplan::run {
 namespace {

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "options.h"
-#include "shardplan/executor/launch.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/reshard.h"
+#include "torch/launch.h"
 
 namespace shardplan::run {
 

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 
 namespace shardplan::run {
 

@@ -14,13 +14,13 @@
 #include "peak_meter.h"
 #include "profile.h"
 #include "results.h"
-#include "shardplan/executor/bounded_store.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/step_recorder.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
+#include "torch/bounded_store.h"
 
 namespace shardplan::run {
 namespace {

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "options.h"
-#include "shardplan/executor/launch.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
+#include "torch/launch.h"
 
 namespace shardplan::run {
 

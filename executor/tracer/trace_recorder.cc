@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "shardplan/schemas/trace_check.h"
+#include "shardplan/schemas/checks.h"
 #include "tracer/merge.h"
 #include "tracer/mode.h"
 #include "tracer/step.h"

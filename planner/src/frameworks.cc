@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/planner/frameworks.h"
+#include "shardplan/planner/planner.h"
 
 namespace shardplan {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "shardplan/schemas/pytorch_version.h"
+#include "shardplan/schemas/pytorch_rules.h"
 
 namespace shardplan {
 namespace {

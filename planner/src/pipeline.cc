@@ -11,12 +11,10 @@
 
 #include "planner_passes.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/cluster_check.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/program.h"
-#include "shardplan/schemas/pytorch_version.h"
-#include "shardplan/schemas/strategy_check.h"
-#include "shardplan/schemas/trace_check.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan {
@@ -32,20 +30,35 @@ struct PipelinePass {
 };
 
 constexpr std::array<PipelinePass, 15> kPasses = {{
+    // Recomputation adds forwards in the backward, and every later pass has to see them.
     {{"apply_checkpointing", "trace", ""}, Keeping<RunApplyCheckpointing>, TraceDump},
+    // A compiled model runs, allocates and launches by fused kernels.
     {{"fuse_operators", "trace", ""}, Keeping<RunFuseOperators>, TraceDump},
+    // The units decide which hooks exist and what a collective moves.
     {{"choose_units", "units", "split_ties"}, Keeping<RunChooseUnits>, UnitsDump},
+    // Units that share a parameter each gather it, and each gets the gradient of its own modules.
     {{"split_ties", "trace", "record_order"}, Keeping<RunSplitTies>, TraceDump},
+    // A flat parameter trains as a whole, so its backward runs through frozen parts, too.
     {{"extend_gradients", "trace", ""}, Keeping<RunExtendGradients>, TraceDump},
+    // The tracer's identities around inputs split tensors that FSDP keeps as one, with all their hooks.
     {{"join_tensors", "trace", ""}, Keeping<RunJoinTensors>, TraceDump},
+    // A policy acts at hooks, so it needs their order and no module.
     {{"record_order", "order", "place_events"}, Keeping<RunRecordOrder>, OrderDump},
+    // The recorded order alone says when the last use before and the first use after are.
     {{"offload_activations", "order", ""}, Keeping<RunOffloadActivations>, OffloadsDump},
+    // The policy runs here: instructions at every point, until its state repeats.
     {{"place_events", "plan", "describe"}, Keeping<RunPlaceEvents>, PlanDump},
+    // PyTorch's own waits do not cover every copy of a shard that the host steps.
     {{"await_copies", "plan", ""}, Keeping<RunAwaitCopies>, PlanDump},
+    // Dependencies say which instructions may move, and the order of emission does not.
     {{"build_graph", "graph", "linearise"}, Keeping<RunBuildGraph>, GraphDump},
+    // The plan's order is taken from the graph, so that it holds by construction.
     {{"linearise", "plan", ""}, Keeping<RunLinearise>, PlanDump},
+    // Readers of a plan know neither the trace nor the strategy.
     {{"describe", "plan", "every reader of the plan"}, Keeping<RunDescribe>, PlanDump},
+    // The adapter refuses a plan of other inputs.
     {{"digest", "plan", ""}, Keeping<RunDigest>, PlanDump},
+    // No plan leaves the planner with a fault that PyTorch does not have.
     {{"verify", "faults", ""}, Keeping<RunVerify>, FaultsDump},
 }};
 

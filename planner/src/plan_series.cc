@@ -6,8 +6,7 @@
 
 #include "passes/checkpointing.h"
 #include "pipeline.h"
-#include "shardplan/schemas/cluster_check.h"
-#include "shardplan/schemas/trace_check.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/simulator/cost_model.h"
 
 namespace shardplan {

@@ -22,7 +22,6 @@
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/pytorch_rules.h"
-#include "shardplan/verifier/known_faults.h"
 #include "shardplan/verifier/verifier.h"
 #include "units/dtype_checks.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "shardplan/schemas/activations.h"
+#include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::verifier {
@@ -31,10 +31,10 @@ struct CopiedActivations {
 };
 // Activations are copied, and freed, as a whole: the storages that are not there.
 std::vector<StorageId> ComputeOrderOfStorages(const Buffer& activation, const std::set<StorageId>& there);
-// What comes back is not what went in the step's micro-batch.
+// The storages that come back are not those that went in the step's micro-batch.
 bool ComputeOrderOfBroughtBack(CopiedActivations copied, CopiedActivations wanted);
 
-// What segments do to the buffers, and which storages are there.
+// The activation buffers as segments use them, and the storages that are there.
 class Activations {
  public:
   explicit Activations(const Plan& plan);

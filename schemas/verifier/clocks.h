@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known to be finished when: one vector clock per stream, one for the host, one per event.
+// Happens-before: one vector clock per stream, one for the host, one per event.
 //
 // Every piece of work gets the next tick of its own stream. A stream's clock says, for each other stream, up
 // to which tick that one's work is finished before the next work issued on this stream may start. Streams are
@@ -15,7 +15,7 @@
 
 namespace shardplan::verifier {
 
-// Where an instruction stands in the program. {-1, -1, -1}: before the first step.
+// The position of an instruction in the program. {-1, -1, -1}: before the first step.
 struct Position {
   std::int32_t step = -1;
   std::int32_t trigger = -1;

@@ -30,7 +30,7 @@ StorageId LargestStorage(const Plan& plan) {
   return largest;
 }
 
-// By unit: do forwards say where they read it? Those of a plan made of points (without operators) need not.
+// By unit: do forwards say where they read it? Plans made of points (without operators) need not say it.
 std::vector<char> UnitsThatForwardsRead(const Plan& plan) {
   const auto has_operator = [](const Segment& segment) {
     return std::ranges::any_of(segment.entries, [](const SegmentEntry& entry) {
@@ -123,7 +123,7 @@ void Compute::Pass(const Trigger& trigger) {
   }
   // Calls of the user stand between passes: what is entered there was left by an exception.
   if (trigger.kind == TriggerKind::kUserCall) entered_.clear();
-  // Of a group that the loss runs a part of, nothing else says that it is left.
+  // Nothing else says that a group is left of which the loss runs a part.
   if (one_by_one && trigger.kind == TriggerKind::kBackwardEnd) entered_.clear();
   if (trigger.kind != TriggerKind::kPostForward) return;
   const auto left = std::find(entered_.rbegin(), entered_.rend(), trigger.unit);
@@ -162,7 +162,7 @@ void Compute::CheckStorages(SegmentId id, std::int32_t microbatch, Position at) 
       need(dead->storage, "frees");
       if (Life* life = Of(dead->storage, microbatch)) *life = Life::kAbsent;
     } else {
-      // What is there still is another one: of a forward that no backward followed.
+      // A storage that is still there is another one: of a forward that no backward followed.
       const auto& born = std::get<AllocateEvent>(entry);
       if (Life* life = Of(born.storage, microbatch)) *life = Life::kThere;
     }
@@ -197,7 +197,7 @@ void Compute::Use(SegmentId id, std::int32_t microbatch, const Work& work) {
       of(dead->storage, &Compute::Write);
       uses_.erase({dead->storage, microbatch});
     } else {
-      // What was there before is another tensor.
+      // An earlier storage of that id is another tensor.
       uses_[{std::get<AllocateEvent>(entry).storage, microbatch}] = {work, {}};
     }
   }

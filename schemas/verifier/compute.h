@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The model's own compute: which segments run, in which order, for which micro-batch. A plan says it three
-// times over, and the three have to agree: where in the model a segment is and which calls the user makes,
-// what a segment reads, makes and frees (storages of the model, by micro-batch), and the triggers that the
-// host passes.
+// times over, and the three have to agree. They are the place in the model and the calls of the user, the
+// storages that a segment reads, makes and frees (by micro-batch), and the triggers that the host passes.
 #pragma once
 
 #include <cstdint>

@@ -18,7 +18,7 @@ std::int32_t LengthOf(const ModelPasses& passes, const PassCall& call) {
   return exists ? lengths[static_cast<std::size_t>(call.pass)] : 0;
 }
 
-// Where the model is in a step.
+// The position of the model in a step.
 class ModelPosition {
  public:
   ModelPosition(const Plan& plan, std::int32_t step)
@@ -40,7 +40,7 @@ class ModelPosition {
     return true;
   }
 
-  // What comes next; null at the end of the last call.
+  // The next call; null at the end of the last call.
   const PassCall* Next() {
     while (call_ < calls_.size() && done_ >= LengthOf(plan_.passes, calls_[call_])) {
       ++call_;
@@ -86,7 +86,7 @@ void Compute::CheckOrder(std::int32_t step) {
       const Segment& segment = plan_.segments[static_cast<std::size_t>(i.segment)];
       const std::int32_t microbatch = MicrobatchOf(triggers[t], i);
       if (model.Run(i.segment, microbatch)) continue;
-      // What follows is out of order, too.
+      // Everything behind it is out of order, too.
       return Add(
           {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)}, i.segment,
           fmt::format("{} of micro-batch {} runs where {}", segment.name, microbatch, NextOf(plan_, model)));

@@ -14,14 +14,14 @@
 namespace shardplan::verifier {
 namespace {
 
-// What a stream has to do, as far as waiting is concerned.
+// A stream's next work, as far as waiting is concerned.
 struct Item {
   enum class Kind : std::uint8_t { kCollective, kRecord, kWait } kind = Kind::kRecord;
   std::int32_t index = 0;  // call of the rank, or number of the record
   Position at;
 };
 
-// Where a rank's host stands, and what its streams have still to do.
+// The position of a rank's host, and what its streams have still to do.
 struct RankState {
   std::size_t execution = 0, trigger = 0, instruction = 0;
   std::vector<std::deque<Item>> streams;

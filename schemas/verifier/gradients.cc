@@ -87,8 +87,8 @@ void Gradients::Zero(BufferId buffer, Position at) {
   value.history.push_back(at);
 }
 
-// The part of `source` that the instruction takes: the parameters that both buffers hold. What is taken is
-// used up.
+// The part of `source` that the instruction takes: the parameters that both buffers hold. The part that is
+// taken is used up.
 Gradient Gradients::Select(Gradient& source, const Instruction& instruction, Position at) {
   if (GradNotReducedButMoved(source)) words_.TakenAgain(source, instruction.src, at);
   std::vector<std::int32_t> parameters = HeldOf(instruction.src, source.unit);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each piece of memory holds of which gradients, from the segment that makes them to the optimizer: what
-// the instructions make of the state (see [Note: gradients move] in state.h). At each of them the
-// gradient rules are asked (rules.h).
+// Gradients in memory, from the segment that makes them to the optimizer: the effect of instructions on the
+// state (see [Note: gradients move] in state.h). At each of them the gradient rules are asked (rules.h).
 #pragma once
 
 #include <vector>

@@ -68,7 +68,7 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       }
     }
   }
-  // What several ranks have pieces of is not whole in any of them.
+  // A unit of which several ranks have pieces is whole in none of them.
   for (std::size_t u = 0; u < plan.units.size(); ++u) {
     if (IsLong(plan, plan.units[u].shard_communicator)) needs_binding_[u] = true;
   }
@@ -236,8 +236,8 @@ void Interpreter::Bind(const Instruction& i, Position at) {
   const bool unsharded = i.kind == InstructionKind::kBindUnsharded;
   bound_[unit] = unsharded ? i.src : -1;
   bound_at_[unit] = at;
-  // Binding is the host's: it needs the memory to be there. What has to be in it, and to be finished, is a
-  // matter of the stream that computes, and is checked there. A copy on the host is read by the user.
+  // Binding is the host's: it needs the memory to be there. The stream that computes has to find the right
+  // content in it, finished, and that is checked there. A copy on the host is read by the user.
   const Buffer& bound = plan_.buffers[i.src];
   const bool is_read = bound.memory != MemoryKind::kDevice && bound.role == BufferRole::kParamUnsharded;
   if (is_read || !memory_.IsAlive(i.src)) memory_.Read(i.src, {clocks_.host(), 0, at});  // reports
@@ -262,7 +262,7 @@ void Interpreter::Free(BufferId buffer, const std::vector<std::int32_t>& parts,
   if (memory_.Free(buffer, safe_after, at)) gradients_.Drop(slot, buffer, at);
 }
 
-// What a pass that raised has made of gradients is nobody's.
+// Gradients that a raised pass has made belong to nobody.
 void Interpreter::Release(BufferId grad, Position at) {
   if (resets_) gradients_.Discard(grad);
   gradients_.Release(grad, at);

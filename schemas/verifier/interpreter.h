@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs a plan's program on the abstract state: clocks, memory, gradients, and which buffer each unit's
-// parameters are views of. What an instruction means is here; whether that is right, the rules say
+// parameters are views of. The meaning of an instruction is here; whether that is right, the rules say
 // (rules.h).
 #pragma once
 

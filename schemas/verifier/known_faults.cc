@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/verifier/known_faults.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -11,11 +9,13 @@
 #include "names/enum_names.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/verifier/verifier.h"
 
 namespace shardplan {
 namespace {
 
-// What the policies know of PyTorch: the whole list. A rule that is not named here is never excused.
+// The faults of PyTorch that the policies know: the whole list. A rule that is not named here is never
+// excused.
 struct FaultKind {
   PyTorchFault fault;
   std::string_view policy;

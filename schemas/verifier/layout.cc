@@ -95,7 +95,7 @@ std::string PartsOfFlat(const Plan& plan, const Buffer& buffer) {
                 {(shard ? unit.flat_numel / ShardCount(plan, unit) : unit.flat_numel) * element});
 }
 
-// Of the ranks that the second level reduces over, the pieces of each.
+// The pieces of each rank that the second level reduces over.
 std::string PiecesOfOuterRanks(const Plan& plan, const Buffer& buffer) {
   const Unit& unit = plan.units[buffer.unit];
   if (unit.outer_reduce_communicator < 0) return "a unit that is reduced over all shards at once";
@@ -193,7 +193,7 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer, bool is_zeroed) 
   return true;
 }
 
-// What the steps do with a buffer.
+// Uses of a buffer by the steps.
 struct Use {
   bool is_allocated = false;
   bool is_zeroed = false;   // filled with zeros, in the place of gradients

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What lies where in a buffer: its role and its unit's layout say it, and with it how large the buffer is and
-// of which dtype. A copy moves a parameter from where it lies in src to where it lies in dst; a collective
-// knows no parameters and moves what is there.
+// The contents of a buffer follow from its role and its unit's layout, and so do its size and its dtype. A
+// copy moves a parameter from where it lies in src to where it lies in dst; a collective knows no parameters
+// and moves what is there.
 // [Note: arrangements] in buffer_roles.h says how parameters lie in it.
 #pragma once
 
@@ -27,8 +27,8 @@ DType ReducedIn(const Plan& plan, const Unit& unit);
 
 // "": the buffer's parts are as large as its unit's layout asks for. Else what is wrong with them.
 std::string LayoutOfParts(const Plan& plan, const Buffer& buffer);
-// What is wrong with the sizes of a buffer of a per_parameter unit that is cut into `pieces`: a part for each
-// parameter, or all of them in one. "" if nothing is.
+// The fault in the sizes of a buffer of a per_parameter unit that is cut into `pieces`: a part for each
+// parameter, or all of them in one. "" if there is none.
 std::string PartsCutInto(const Plan& plan, const Buffer& buffer, std::int64_t pieces);
 // "": its dtype is the one that its unit gathers, computes, reduces or keeps in.
 // `is_zeroed`: a grad_zero fills it.

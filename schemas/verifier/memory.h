@@ -67,7 +67,7 @@ class Memory {
   std::int32_t NewSlot();
   bool IsUsable(BufferId buffer, BufferId other, Position at);
   bool IsFreeable(BufferId buffer, Position at);
-  // What may still use the memory, behind what it is handed out for next.
+  // Notes who may still use the memory, behind what it is handed out for next.
   void GiveBack(BufferId buffer, const Allocation& memory, const std::vector<StreamId>& safe_after,
                 Position at);
   void SettleDebt(BufferId buffer, Allocation& memory, const Work& first_use);

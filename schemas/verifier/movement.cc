@@ -18,7 +18,7 @@ using enum InstructionKind;
 
 std::int64_t Numbers(const Buffer& buffer) { return SizeBytes(buffer).value / SizeBytes(buffer.dtype); }
 
-// Of one unit. A buffer that names none holds all.
+// Both buffers are of one unit. A buffer that names none holds all.
 bool HaveParameterInCommon(const Buffer& a, const Buffer& b) {
   if (a.parameters.empty() || b.parameters.empty() || a.parameters.front() == b.parameters.front())
     return true;
@@ -103,7 +103,7 @@ std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view
 
 namespace {
 
-// What a collective puts or takes one rank after the other is whole parameters.
+// Buffers that a collective fills or reads rank by rank hold whole parameters.
 bool IsWholeInOrder(const Plan& plan, const Buffer& buffer) {
   const Unit& unit = plan.units[buffer.unit];
   if (unit.layout == LayoutKind::kFlat || ShardCount(plan, unit) == 1) return true;

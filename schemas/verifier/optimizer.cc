@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the optimizer does: it steps parameters with their reduced gradients, once, and works in memory of its
-// own.
+// The optimizer steps parameters with their reduced gradients, once, and works in memory of its own.
 #include <algorithm>
 
 #include "shardplan/schemas/layout.h"
@@ -132,7 +131,7 @@ bool OptimizerStepInOtherDType(const Plan& plan, BufferId grad) {
   const Unit& unit = plan.units[buffer.unit];
   const Strategy& strategy = plan.strategy;
   if (unit.layout != LayoutKind::kFlat || buffer.role != BufferRole::kGradSharded) return false;
-  // What an evaluation in full precision makes is kept in it.
+  // An evaluation in full precision keeps its gathered parameters in this buffer.
   if (!AllKeepLowPrecision(strategy) || strategy.fsdp1.full_precision_in_eval) return false;
   if (buffer.dtype != unit.orig_dtype || unit.param_dtype == unit.orig_dtype) return false;
   // A gradient that is not cut stays as it was reduced; one that a hook compressed is decompressed.
@@ -149,7 +148,7 @@ bool OptimizerStepWithoutStates(const Plan& plan, const std::vector<std::vector<
                                 UnitId id) {
   const auto has_one = [](const std::vector<BufferId>& of_unit) { return !of_unit.empty(); };
   if (has_one(states[id]) || std::ranges::none_of(states, has_one)) return false;
-  // Of original parameters, those whose pieces the first rank has.
+  // A flat unit counts the original parameters whose pieces the first rank has.
   const Unit& unit = plan.units[id];
   const std::int64_t end = unit.flat_numel / ShardCount(plan, unit);
   return std::ranges::any_of(unit.parameters, [&](const UnitParameter& parameter) {

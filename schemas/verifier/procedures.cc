@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "shardplan/schemas/on_demand.h"
 #include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/program.h"
 #include "verifier/tables.h"
 
 namespace shardplan::verifier {

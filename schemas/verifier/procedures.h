@@ -8,8 +8,8 @@
 
 namespace shardplan::verifier {
 
-// What the program of on_demand.h violates, in the places of the procedures; what is in none of them is in
-// the steps between. `verify`: of steps.
+// The violations of the program of OnDemandProgramOf, in the places of the procedures; those outside of
+// procedures are in the steps between. `verify`: of steps.
 std::vector<Violation> ViolationsOfProcedures(const Plan& plan,
                                               std::vector<Violation> (*verify)(const Plan&));
 

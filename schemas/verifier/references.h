@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan holds together: every id names something, every instruction has the operands that its kind needs,
-// in roles that make sense. What follows may then index without looking.
+// in roles that make sense. The later rules may then index without looking.
 #pragma once
 
 #include <string>

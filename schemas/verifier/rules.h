@@ -31,7 +31,7 @@ bool UseAfterFreeOfParts(const Plan& plan, const Allocation& memory, BufferId bu
 UnitId UseAfterFreeOfBound(const Plan& plan, const std::vector<BufferId>& bound, BufferId freed);
 // A buffer that is freed was freed in this step already.
 bool DoubleFree(const Lifetime& buffer, std::int32_t step);
-// Those of `parts` that were freed before.
+// The elements of `parts` that were freed before.
 std::vector<std::int32_t> DoubleFreeOfParts(const Allocation& memory, const std::vector<std::int32_t>& parts);
 // A buffer that is allocated is alive already.
 bool DoubleAllocate(const Lifetime& buffer);
@@ -43,8 +43,8 @@ enum class ReadFault : std::uint8_t { kHolds, kTooLittle, kNotOrdered };
 ReadFault ReadBeforeWrite(const Allocation& memory, Content needed, const Work& reader, const Clocks& clocks);
 // The earlier accesses of the memory that do not happen before `writer`.
 std::vector<Work> WriteRace(const Allocation& memory, const Work& writer, const Clocks& clocks);
-// Of the uses of memory freed into the pool that `first_use`'s memory comes from (see [Note: when is a free
-// too early?]): those that do not happen before it.
+// Uses that do not happen before `first_use`, among those of memory freed into the pool that its memory comes
+// from (see [Note: when is a free too early?]).
 std::vector<Debt> FreeBeforeLastUse(const std::vector<Debt>& pool, const Work& first_use,
                                     const Clocks& clocks);
 // A segment reads the parameters of a unit whose parameters are the shard. Whether those of an unsharded one
@@ -74,7 +74,7 @@ std::vector<UnitId> SteadyStateOfUnits(const Snapshot& before, const Snapshot& a
 // The pieces in `memory` are cut over other ranks than those that gather them.
 bool WrongValueOfPieces(const Plan& plan, const Allocation& memory, CommunicatorId gathers);
 // An unshard or reshard moves parameters from `memory` to `to` that the optimizer has stepped since they were
-// in a shard. What stays unsharded over a step is another matter: PyTorch reads it as it is.
+// in a shard. A unit that stays unsharded over a step is another matter: PyTorch reads it as it is.
 bool WrongValueOfOutdated(const Plan& plan, const Allocation& memory, BufferId to);
 // The buffer that a unit's parameters are views of does not hold all of them, whole.
 bool WrongValueOfBound(const Plan& plan, UnitId unit, BufferId bound);
@@ -139,12 +139,12 @@ ReductionFault GradNotReducedRight(const Plan& plan, const Gradient& gradient, C
 // Two gradients that are added are of one unit and reduced alike.
 bool GradNotReducedAlike(const Gradient& into, const Gradient& value);
 enum class MissingReduction : std::uint8_t { kNone, kShards, kReplicas };
-// What the optimizer reads is reduced over all of the unit's ranks.
+// The optimizer reads gradients that are reduced over all of the unit's ranks.
 MissingReduction GradNotReduced(const Plan& plan, const Gradient& gradient);
 
 // The product of all divisors is not what the strategy asks for.
 bool GradDivision(const Plan& plan, const Gradient& gradient);
-// What the strategy asks for.
+// The divisor that the strategy asks for.
 double ExpectedDivisor(const Plan& plan, const Unit& unit);
 // Two gradients that are added are divided differently.
 bool GradDivisionOfSum(const Gradient& into, const Gradient& value);

@@ -93,7 +93,7 @@ struct Gradient {
   bool Has(std::size_t parameter) const { return count[parameter] > 0 || zero[parameter] != 0; }
 };
 
-// What of a buffer must be the same before and after the steps that repeat.
+// Facts of a buffer that are the same before and after the steps that repeat.
 struct BufferState {
   bool alive = false;
   Content content = Content::kNothing;

@@ -41,7 +41,7 @@ Digits DigitsOf(const Plan& plan, CommunicatorId id) {
   return digits;
 }
 
-// Of the mesh's dimensions `names`, in the mesh's order.
+// The digits of the mesh's dimensions `names`, in the mesh's order.
 Digits DigitsOf(const std::vector<StrategyMeshDim>& mesh, const std::vector<std::string>& names) {
   Digits digits;
   std::int64_t stride = 1;

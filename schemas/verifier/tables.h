@@ -17,7 +17,8 @@ namespace shardplan::verifier {
 
 // The mesh has world_size ranks and is the strategy's. A plan without a mesh says nothing of it.
 std::string TablesOfMesh(const Plan& plan);
-// Where the strategy has no mesh, the mesh is "shard" and, behind it, what the model's parameters lie on.
+// A strategy without a mesh has the mesh "shard" and, behind it, the dimensions that the model's parameters
+// lie on.
 std::string TablesOfDefaultMesh(const Plan& plan);
 // The plan's policy, where it says one, is its strategy's.
 std::string TablesOfPolicy(const Plan& plan);
@@ -46,11 +47,11 @@ struct UnmadeGradient {
   UnitId unit = -1;
 };
 std::vector<UnmadeGradient> TablesOfUnmadeGradients(const Plan& plan);
-// What the policy does on demand with the unit, and the unit lacks: kinds that it has others of their group
-// of (accumulate needs accumulate_again), or that another unit has.
+// Kinds of procedures that the unit lacks: others of their group are there (accumulate needs
+// accumulate_again), or another unit has them.
 std::vector<ProcedureKind> TablesOfProcedures(const Plan& plan, UnitId unit);
 // The first wait of the procedure for an event that it has not recorded before: an index into its
-// instructions, -1 for none. What only another procedure records need not have been recorded.
+// instructions, -1 for none. An event that only another procedure records need not have been recorded.
 std::int32_t WaitBeforeRecordInProcedure(const Procedure& procedure);
 // The trigger prepares what is prepared once, in a step that repeats.
 bool SteadyStateOfLazyInit(const Plan& plan, std::int32_t step, const Trigger& trigger);
@@ -63,15 +64,15 @@ std::int32_t TablesOfRepeatedStep(const Plan& plan);
 // The trigger names a unit in the backward, and none where its kind is of none; no micro-batch where its kind
 // is of none. A step's begin and end are where it begins and ends.
 std::string TablesOfTrigger(const PlanStep& step, std::int32_t index);
-// Segments of a unit that run where a unit is entered, forward or backward, are that unit's. What is computed
-// again is of the checkpointed module's unit.
+// Segments of a unit that run where a unit is entered, forward or backward, are that unit's. Recomputed
+// segments are of the checkpointed module's unit.
 std::string TablesOfEntered(const Plan& plan, const Trigger& trigger);
 // The first trigger of the step whose `occurrence` is not how often the same was passed before; -1: none.
 std::int32_t TablesOfOccurrences(const PlanStep& step);
-// The first trigger of the step that leaves the forward of a unit that is not entered; -1: none. Of the
-// modules of a group, some may be left in another forward.
+// The first trigger of the step that leaves the forward of a unit that is not entered; -1: none. Some modules
+// of a group may be left in another forward.
 std::int32_t TablesOfLeft(const Plan& plan, const PlanStep& step);
-// The first trigger that is not of the call of the user that it stands in, and why; its index is -1 where
+// The first trigger that is not of the call of the user that it stands in, and why. The index is -1 where
 // there is none, and that behind the last where a call has not ended.
 struct CallFault {
   std::int32_t trigger = -1;

@@ -10,7 +10,6 @@
 #include <variant>
 
 #include "shardplan/schemas/instruction_set.h"
-#include "shardplan/schemas/on_demand.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/program.h"
@@ -48,7 +47,7 @@ constexpr std::array kKeeping = {kAccumulate, kAccumulateAgain, kReduceAccumulat
 // By pass of the backward: parameters of the model.
 using ByPass = std::map<std::int32_t, std::set<ParameterId>>;
 
-// Those whose gradient the pass allocates.
+// By pass: parameters whose gradient the pass allocates.
 ByPass GradientsAllocated(const Plan& plan) {
   ByPass allocated;
   for (const Segment& segment : plan.segments) {
@@ -62,7 +61,7 @@ ByPass GradientsAllocated(const Plan& plan) {
   return allocated;
 }
 
-// Those whose gradient a segment of the pass makes.
+// By pass: parameters whose gradient a segment of the pass makes.
 ByPass GradientsMade(const Plan& plan) {
   ByPass made;
   for (const Segment& segment : plan.segments) {

@@ -21,7 +21,7 @@ bool IsOfUnit(TriggerKind kind) {
          kind == TriggerKind::kPreBackward || kind == TriggerKind::kPostBackward ||
          kind == TriggerKind::kUserCall;
 }
-// Of the step, or of the job: of no call.
+// Belongs to the step, or to the job, and to no call.
 bool IsOfStep(TriggerKind kind) {
   return kind == TriggerKind::kStepBegin || kind == TriggerKind::kStepEnd || kind == TriggerKind::kLazyInit;
 }
@@ -44,8 +44,8 @@ std::string CallInWords(const ProgramCall& call) {
   return std::holds_alternative<OptimizerStepCall>(call) ? "the optimizer's step" : "zero_grad";
 }
 
-// Where the triggers of a step are among its calls. A backward that passes no trigger leaves open to which of
-// several a trigger belongs (see HasItsOwn): all possible places are followed.
+// The places of the triggers of a step among its calls. A backward that passes no trigger leaves open to
+// which of several a trigger belongs (see HasItsOwn): all possible places are followed.
 class CallWalk {
  public:
   CallWalk(const Plan& plan, const StepProgram& program) : plan_(plan), calls_(program) {}
@@ -108,7 +108,7 @@ class CallWalk {
     return found ? "" : "it is passed behind the last call that passes it";
   }
 
-  // Of a loss that runs several backwards, those of modules whose unit the loss does not call pass no
+  // In a loss that runs several backwards, those of modules whose unit the loss does not call pass no
   // trigger: no hook of a unit runs in them.
   bool MayPassNone(std::size_t number) const {
     const auto* backward = std::get_if<BackwardCall>(&calls_[number]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What must hold of a unit's own table before anything is said about its buffers.
+// Rules of a unit's own table, before anything is said about its buffers.
 #include <fmt/format.h>
 
 #include <algorithm>

@@ -30,8 +30,8 @@ std::vector<Violation> VerifySteps(const Plan& plan) {
   for (std::int32_t step = 0; step < plan.steady_step; ++step) interpreter.RunStep(step);
   const verifier::Snapshot before = interpreter.TakeSnapshot();
   for (std::int32_t step = plan.steady_step; step < steps; ++step) interpreter.RunStep(step);
-  // Round again, to see what the end of the cycle does to its beginning. What the first steps leave otherwise
-  // than the cycle does is no mistake if the cycle goes on from its own end for ever.
+  // Round again, to see what the end of the cycle does to its beginning. A difference between the first steps
+  // and the cycle is no mistake if the cycle goes on from its own end for ever.
   const std::size_t known = reporter.Count();
   const bool closes = interpreter.CheckCycle(before, steps_in_cycle);
   SHARDPLAN_ASSERT(closes == (reporter.Count() == known), "a cycle that does not close is reported");
@@ -114,7 +114,7 @@ std::vector<Violation> VerifyRanks(const std::vector<Plan>& plans_by_rank) {
   for (const verifier::OrderFault& fault : faults) {
     violations.push_back(verifier::DifferentCollective(programs, fault));
   }
-  // What ranks in disagreement do is undefined; whether they hang is no question on top of that.
+  // The behaviour of ranks in disagreement is undefined; whether they hang is no question on top of that.
   if (!faults.empty()) return violations;
   const std::vector<verifier::WaitLink> circle = verifier::DeadlockOfRanks(programs);
   if (!circle.empty()) violations.push_back(verifier::CircleOfWaits(programs, circle));

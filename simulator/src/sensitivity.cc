@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/sensitivity.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include "cost/fixed_log.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/simulate.h"
 #include "text/format.h"
 
 namespace shardplan {
@@ -28,7 +27,7 @@ class Scaling {
   void Rate(std::int64_t& rate) const {
     if (rate > 0) rate = std::max<std::int64_t>(1, internal::MulDiv(rate, kOne, factor_ppm_));
   }
-  // What is lost of a whole.
+  // Multiplies the part that is lost of a whole.
   void Loss(std::int64_t& kept_ppm) const {
     const std::int64_t lost = internal::MulDiv(kOne - kept_ppm, factor_ppm_, kOne);
     kept_ppm = std::clamp<std::int64_t>(kOne - lost, 1, kOne);

@@ -101,7 +101,7 @@ std::vector<std::vector<TimeRange>> ComputeTimes(const Plan& plan, std::int32_t 
   return times;
 }
 
-// As requested, and nothing where all buffers are in device memory.
+// Sizes as requested, and nothing where all buffers are in device memory.
 MemoryProfile ProfileHostMemory(const Plan& plan, MemoryOptions options,
                                 const internal::ModelActions& model) {
   const auto on_device = [](const Buffer& buffer) { return buffer.memory == MemoryKind::kDevice; };

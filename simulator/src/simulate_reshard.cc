@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/simulate_reshard.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,13 +6,14 @@
 #include <vector>
 
 #include "shardplan/checkpoints/reshard.h"
+#include "shardplan/simulator/simulate.h"
 
 namespace shardplan {
 namespace {
 
 constexpr double kNsPerSecond = 1e9;
 
-// Of one rank, in a round or in all.
+// Traffic of one rank, in a round or in all.
 struct RankTraffic {
   std::int64_t node_sent = 0, node_received = 0;
   std::int64_t network_sent = 0, network_received = 0;

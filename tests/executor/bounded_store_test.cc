@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A store that does not answer costs its limit once, and nothing after that.
-#include "shardplan/executor/bounded_store.h"
+#include "torch/bounded_store.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "shardplan/executor/agreement.h"
+#include "torch/agreement.h"
 
 namespace shardplan::executor {
 namespace {

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <thread>
 
-#include "shardplan/executor/allocation_count.h"
-#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/backends.h"
+#include "shardplan/executor/device.h"
 
 namespace shardplan::executor {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/backends.h"
 #include "tests/executor/rank_backend.h"
 
 namespace shardplan::test {

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 #include "tests/executor/rank_backend.h"
 
 namespace shardplan::test {

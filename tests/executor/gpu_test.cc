@@ -5,7 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/step_recorder.h"
 #include "tests/executor/recorded_plan.h"
@@ -149,7 +149,7 @@ TEST_F(Gpu, RecordsStepsWithTheTimesOfItsStreams) {
   ASSERT_TRUE(recording.has_value()) << ToString(recording.error());
   ASSERT_EQ(recording->steps.size(), 2);
   ExpectWholeSteps(*recording, plan, /*slack_ns=*/200'000);
-  for (const executor::RecordedStep& step : recording->steps) {
+  for (const executor::MeasuredStep& step : recording->steps) {
     for (const executor::RecordedInstruction& one : step.instructions) {
       const bool copies = PlannedOf(plan, one).kind == InstructionKind::kCopyOut;
       EXPECT_TRUE(!copies || one.span >= 0);

@@ -7,8 +7,8 @@
 #include <memory>
 #include <string>
 
-#include "shardplan/executor/arena.h"
 #include "shardplan/executor/collectives.h"
+#include "shardplan/executor/device.h"
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/torch_device.h"
 

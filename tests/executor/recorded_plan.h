@@ -28,7 +28,7 @@ inline void ExpectWholeSteps(const executor::Recording& recording, const Plan& p
     for (std::size_t i = 0; i < triggers[t].instructions.size(); ++i)
       planned.emplace_back(static_cast<std::int32_t>(t), static_cast<std::int32_t>(i));
   }
-  for (const executor::RecordedStep& step : recording.steps) {
+  for (const executor::MeasuredStep& step : recording.steps) {
     std::vector<std::pair<std::int32_t, std::int32_t>> found;
     std::map<StreamId, std::int64_t> done_ns;  // by stream: the end of the last work
     std::int64_t host_ns = step.begin_ns;

@@ -2,7 +2,7 @@
 // Plans of resharding on a backend with a process for each rank, judged by the naive oracle: random layouts
 // to random layouts and back, ranks that have another plan, that die, that cannot take part. SHARDPLAN_SEED=n
 // runs that seed alone.
-#include "shardplan/executor/reshard.h"
+#include "shardplan/checkpoints/reshard.h"
 
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "shardplan/checkpoints/reshard.h"
+#include "shardplan/executor/checkpoints.h"
 #include "tests/executor/forked_ranks.h"
 #include "tests/executor/rank_backend.h"
 #include "tests/schemas/checkpoints/naive_reshard.h"

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints of ranks (processes): any layout to files and from them to any other, in the background, and
 // what a rank that cannot, or dies, leaves behind. SHARDPLAN_SEED=n runs that seed alone.
-#include "shardplan/executor/session.h"
-
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -21,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
+#include "shardplan/executor/checkpoints.h"
 #include "tests/executor/forked_ranks.h"
 #include "tests/executor/rank_backend.h"
 #include "tests/schemas/checkpoints/naive_reshard.h"

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/backends.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
 #include "tests/executor/recorded_plan.h"
@@ -165,7 +165,7 @@ TEST(StepRecorder, BuffersAddUpToWhatTheDeviceAllocates) {
   const Result<Recording> recording = recorder.Finish();
   ASSERT_TRUE(recording.has_value() && recording->steps.size() == 1);
   ExpectWholeSteps(*recording, plan);
-  const RecordedStep& step = recording->steps[0];
+  const MeasuredStep& step = recording->steps[0];
   ASSERT_EQ(step.instructions.size(), observer.allocated.size());
   Bytes most;
   for (std::size_t i = 0; i < observer.allocated.size(); ++i) {

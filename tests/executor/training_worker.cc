@@ -15,7 +15,7 @@
 
 #include "examples/gpt_cpp/gpt.h"
 #include "examples/gpt_cpp/text.h"
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 #include "shardplan/executor/training.h"
 #include "shardplan/schemas/io.h"
 

@@ -16,12 +16,9 @@
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/simulator/allocator_replay.h"
 #include "shardplan/simulator/memory_explanation.h"
-#include "shardplan/simulator/memory_page.h"
-#include "shardplan/simulator/memory_rows.h"
+#include "shardplan/simulator/memory_profile.h"
 #include "shardplan/simulator/reserved_memory.h"
 #include "shardplan/simulator/simulate.h"
-#include "shardplan/simulator/simulate_reshard.h"
-#include "shardplan/verifier/known_faults.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/fuzz/mutator.h"
 

@@ -12,7 +12,7 @@
 #include "optimize/prices.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/simulator/lower_bound.h"
-#include "shardplan/simulator/pooled_memory.h"
+#include "shardplan/simulator/memory_profile.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/planner/bound_cases.h"
 

@@ -9,10 +9,9 @@
 #include <vector>
 
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/policy_knobs.h"
-#include "shardplan/schemas/strategy_check.h"
-#include "shardplan/schemas/trace_check.h"
 #include "tests/planner/synthetic.h"
 
 namespace shardplan {

@@ -109,13 +109,14 @@ std::vector<Choice> AllWaiting(const optimize::Job& job) {
     for (choice.kept = 0; choice.kept <= units; ++choice.kept) {
       for (const std::int64_t part : {0, 2}) {
         choice.part = part;
-        for (choice.parted = 0; choice.parted <= units - choice.kept; ++choice.parted) {
+        for (choice.post_forward_units = 0; choice.post_forward_units <= units - choice.kept;
+             ++choice.post_forward_units) {
           for (const auto accumulation : {kEach, kEachKept, kRestLast, kRestLastKept}) {
             choice.accumulation = accumulation;
             const bool rest = accumulation == kRestLast || accumulation == kRestLastKept;
             choice.inner = rest ? 2 : 0;
             for (std::int32_t waiting = 0; waiting <= units; ++waiting) {
-              (rest ? choice.rested : choice.accumulated) = waiting;
+              (rest ? choice.outer_reduced_last : choice.accumulated) = waiting;
               all.insert(optimize::Effective(job, choice));
             }
           }

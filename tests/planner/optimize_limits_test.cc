@@ -12,7 +12,7 @@
 #include "optimize/evaluator.h"
 #include "optimize/moves.h"
 #include "shardplan/planner/optimize.h"
-#include "shardplan/simulator/device_fit.h"
+#include "shardplan/simulator/reserved_memory.h"
 #include "tests/planner/parts_cases.h"
 
 namespace shardplan {

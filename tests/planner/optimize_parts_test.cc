@@ -153,19 +153,19 @@ TEST(Accumulation, OfSomeUnitsLeavesTheRestToTheLastMicrobatch) {
   constexpr std::int32_t kMicrobatches = 3, kUnits = 6;
   const optimize::Job job =
       optimize::MakeJob(c.trace, {.program = {testing::MicrobatchStep(kMicrobatches)}}, 4);
-  for (std::int32_t rested = 0; rested <= kUnits; ++rested) {
+  for (std::int32_t outer_last = 0; outer_last <= kUnits; ++outer_last) {
     for (const std::int32_t accumulated : {0, 2}) {
-      SCOPED_TRACE(::testing::Message() << rested << " units rest, " << accumulated << " accumulate");
+      SCOPED_TRACE(::testing::Message() << outer_last << " units rest, " << accumulated << " accumulate");
       Choice choice{.units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .inner = 2};
       choice.accumulation = optimize::Accumulation::kRestLast;
       choice.accumulated = accumulated;
-      choice.rested = rested;
+      choice.outer_reduced_last = outer_last;
       const Result<PlannerOutput> planned = MakePlan(c.trace, optimize::StrategyOf(job, choice), c.cluster);
       ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
       EXPECT_TRUE(planned->faults.empty());
       // Both levels are over two ranks. A unit that accumulates does neither before the last micro-batch.
       const int first = (kUnits - accumulated) * kMicrobatches + accumulated;
-      const int waiting = std::max(rested, accumulated);
+      const int waiting = std::max(outer_last, accumulated);
       const int second = (kUnits - waiting) * kMicrobatches + waiting;
       EXPECT_EQ(CountOf(planned->plan, InstructionKind::kReduceScatter, 2), first + second);
       EXPECT_EQ(CountOf(planned->plan, InstructionKind::kReduceScatter, 4), 0);
@@ -239,18 +239,18 @@ TEST(Accumulation, KeepsSomeUnitsInPart) {
   constexpr std::int32_t kMicrobatches = 3, kUnits = 6, kKept = 2;
   const optimize::Job job =
       optimize::MakeJob(c.trace, {.program = {testing::MicrobatchStep(kMicrobatches)}}, 4);
-  for (std::int32_t parted = 0; parted <= kUnits - kKept; ++parted) {
-    SCOPED_TRACE(::testing::Message() << parted << " units in part");
+  for (std::int32_t post_forward = 0; post_forward <= kUnits - kKept; ++post_forward) {
+    SCOPED_TRACE(::testing::Message() << post_forward << " units in part");
     Choice choice{
         .units = optimize::UnitsOfBlocks(job.chain, 1, optimize::Ends::kOwn), .kept = kKept, .part = 2};
     choice.accumulation = optimize::Accumulation::kEachKept;
-    choice.parted = parted;
+    choice.post_forward_units = post_forward;
     const Result<PlannerOutput> planned = MakePlan(c.trace, optimize::StrategyOf(job, choice), c.cluster);
     ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
     EXPECT_TRUE(planned->faults.empty());
-    const int passes = 2 * kMicrobatches, freed = kUnits - kKept - parted;
-    EXPECT_EQ(CountOf(planned->plan, InstructionKind::kAllGather, 4), kKept + parted + freed * passes);
-    EXPECT_EQ(CountOf(planned->plan, InstructionKind::kAllGather, 2), parted * (passes - 1));
+    const int passes = 2 * kMicrobatches, freed = kUnits - kKept - post_forward;
+    EXPECT_EQ(CountOf(planned->plan, InstructionKind::kAllGather, 4), kKept + post_forward + freed * passes);
+    EXPECT_EQ(CountOf(planned->plan, InstructionKind::kAllGather, 2), post_forward * (passes - 1));
   }
 }
 

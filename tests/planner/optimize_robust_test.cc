@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan that is best at the worst of the costs: its figures are those of plans made and simulated there,
-// and neither the fastest plan nor what people set is better at its worst.
+// and neither the fastest plan nor a common setting is better at its worst.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 #include "optimize/moves.h"
 #include "shardplan/planner/optimize.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/simulator/device_fit.h"
-#include "shardplan/simulator/sensitivity.h"
+#include "shardplan/simulator/reserved_memory.h"
+#include "shardplan/simulator/simulate.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/planner/parts_cases.h"
 

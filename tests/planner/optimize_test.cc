@@ -11,7 +11,7 @@
 #include "optimize/moves.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/lower_bound.h"
-#include "shardplan/simulator/pooled_memory.h"
+#include "shardplan/simulator/memory_profile.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/planner/bound_cases.h"
 
@@ -169,11 +169,11 @@ TEST(Optimize, IsNoSlowerThanRandomStrategiesWithMicrobatches) {
       const auto units = static_cast<std::int32_t>(choice.units.size());
       choice.part = random.Chance(60) ? 2 : 0;
       choice.kept = random.Chance(50) ? 0 : random.Below(units);
-      choice.parted = random.Below(units + 1);
+      choice.post_forward_units = random.Below(units + 1);
       choice.inner = random.Chance(60) ? 2 : 0;
       choice.accumulation = static_cast<optimize::Accumulation>(random.Below(6));
       choice.accumulated = random.Chance(50) ? 0 : random.Below(units);
-      choice.rested = random.Below(units + 1);
+      choice.outer_reduced_last = random.Below(units + 1);
       choice = optimize::Effective(job, choice);
       ExpectNotFaster(trace, optimize::StrategyOf(job, choice), cluster, loose->report, output->report,
                       within);
@@ -237,8 +237,8 @@ TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
   }
   const Trace trace = testing::TraceOf({.name = "", .children = {list}}, 1'000'000);
   const optimize::Job job = optimize::MakeJob(trace, {}, kRanks);
-  ASSERT_EQ(job.even_dims.size(), 3U);
-  EXPECT_EQ(job.even_dims.front(), (ShardDimRule{{"layers.0.experts.weight0"}, 1}));
+  ASSERT_EQ(job.divisible_dims.size(), 3U);
+  EXPECT_EQ(job.divisible_dims.front(), (ShardDimRule{{"layers.0.experts.weight0"}, 1}));
   const Result<OptimizeOutput> loose = Optimize(trace, {}, SmallCluster(), Within(kLoose));
   ASSERT_TRUE(loose.has_value()) << ToString(loose.error());
   OptimizeOptions fixed = Within(kLoose);
@@ -251,7 +251,7 @@ TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
   std::vector<optimize::Choice> frugal = optimize::Frugal(job, fixed);
   std::erase_if(frugal, [](const optimize::Choice& choice) { return choice.in_parts; });
   ASSERT_EQ(frugal.size(), 2U);
-  ASSERT_TRUE(!frugal.front().even && frugal.back().even);
+  ASSERT_TRUE(!frugal.front().cuts_divisible_dims && frugal.back().cuts_divisible_dims);
   const Result<PlannerOutput> rows =
       MakePlan(trace, optimize::StrategyOf(job, frugal.front()), SmallCluster());
   const Result<PlannerOutput> cut = MakePlan(trace, optimize::StrategyOf(job, frugal.back()), SmallCluster());
@@ -259,11 +259,11 @@ TEST(Optimize, CutsParametersOfFewRowsAlongAnotherDimension) {
   OptimizeOptions tight = Within(*ReservedWithoutBudget(cut->plan, {}));
   ASSERT_LT(tight.budget, PoolMemory(rows->plan).pooled_bytes);
   tight.may_change_policy = false;
-  const Result<OptimizeOutput> even = Optimize(trace, {}, SmallCluster(), tight);
-  ASSERT_TRUE(even.has_value()) << ToString(even.error());
-  EXPECT_EQ(even->strategy.fsdp2.shard_dims, job.even_dims);
-  ASSERT_TRUE(even->certificate.has_value());
-  const Status checked = CheckCertificate(trace, even->plan, *even->certificate);
+  const Result<OptimizeOutput> divisible = Optimize(trace, {}, SmallCluster(), tight);
+  ASSERT_TRUE(divisible.has_value()) << ToString(divisible.error());
+  EXPECT_EQ(divisible->strategy.fsdp2.shard_dims, job.divisible_dims);
+  ASSERT_TRUE(divisible->certificate.has_value());
+  const Status checked = CheckCertificate(trace, divisible->plan, *divisible->certificate);
   EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
   tight.fixed.insert("layout");
   EXPECT_FALSE(Optimize(trace, {}, SmallCluster(), tight).has_value());

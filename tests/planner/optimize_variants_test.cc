@@ -8,7 +8,7 @@
 #include <variant>
 #include <vector>
 
-#include "shardplan/planner/variants.h"
+#include "shardplan/planner/optimize.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/verifier/verifier.h"

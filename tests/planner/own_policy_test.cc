@@ -11,7 +11,6 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/planner/policy.h"
-#include "shardplan/planner/unit_operations.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/verifier/verifier.h"

@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/trace_check.h"
 #include "tests/planner/planned.h"
 #include "tests/planner/synthetic.h"
 

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "passes/linearise.h"
-#include "shardplan/planner/schedule.h"
+#include "shardplan/planner/planner.h"
 #include "tests/planner/planned.h"
 
 namespace shardplan {

@@ -15,7 +15,7 @@
 #include "recording.h"
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/pytorch_version.h"
+#include "shardplan/schemas/pytorch_rules.h"
 
 namespace shardplan::conformance {
 namespace {

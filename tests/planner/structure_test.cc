@@ -6,7 +6,6 @@
 #include <map>
 
 #include "shardplan/planner/planner.h"
-#include "shardplan/planner/schedule.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/policy_knobs.h"

@@ -6,9 +6,9 @@
 #include <random>
 #include <string>
 
-#include "shardplan/schemas/instruction_sharing.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
+#include "shardplan/schemas/program.h"
 #include "tests/support/small_plans.h"
 
 namespace shardplan {

@@ -9,8 +9,8 @@
 #include <map>
 #include <set>
 
+#include "cost/operator_class.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/simulator/operator_class.h"
 #include "tests/simulator/layered_plan.h"
 
 namespace shardplan::test {

@@ -6,7 +6,6 @@
 #include <map>
 
 #include "shardplan/simulator/memory_explanation.h"
-#include "shardplan/simulator/memory_page.h"
 #include "shardplan/simulator/memory_profile.h"
 #include "shardplan/simulator/reserved_memory.h"
 #include "tests/simulator/random_plan.h"

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/memory_rows.h"
-
 #include <gtest/gtest.h>
 
+#include "shardplan/simulator/memory_profile.h"
 #include "tests/simulator/random_plan.h"
 #include "tests/support/plan_builder.h"
 

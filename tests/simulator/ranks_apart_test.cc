@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every rank by itself, and queues of launches: closed forms, and one rank that stands for all as the oracle.
-#include "shardplan/simulator/ranks_apart.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/critical_path.h"
+#include "shardplan/simulator/engine.h"
 #include "tests/simulator/layered_plan.h"
 #include "tests/simulator/random_plan.h"
 #include "tests/support/plan_builder.h"

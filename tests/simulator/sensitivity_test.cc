@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/sensitivity.h"
 
 #include <gtest/gtest.h>
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/error.h"
 
 namespace shardplan::cli {

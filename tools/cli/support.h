@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "shardplan/schemas/error.h"
-#include "shardplan/schemas/io_pieces.h"
+#include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::cli {

@@ -7,7 +7,7 @@
 #include "flags/cluster_choice.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
-#include "shardplan/verifier/known_faults.h"
+#include "shardplan/verifier/verifier.h"
 #include "support.h"
 
 namespace shardplan::cli {

@@ -9,7 +9,7 @@
 #include <thread>
 #include <utility>
 
-#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/backends.h"
 
 namespace shardplan::executor {
 namespace {

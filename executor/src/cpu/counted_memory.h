@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "shardplan/executor/allocation_count.h"
+#include "shardplan/executor/device.h"
 
 namespace shardplan::executor {
 

@@ -12,7 +12,7 @@
 #include "cpu/counted_memory.h"
 #include "replay/copy_resolver.h"
 #include "replay/host_kernels.h"
-#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/backends.h"
 
 namespace shardplan::executor {
 

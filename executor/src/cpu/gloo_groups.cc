@@ -7,9 +7,9 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include "shardplan/executor/bounded_store.h"
-#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/backends.h"
 #include "torch/arrivals.h"
+#include "torch/bounded_store.h"
 
 namespace shardplan::executor {
 namespace {

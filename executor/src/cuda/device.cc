@@ -17,7 +17,7 @@
 #include <mutex>
 #include <utility>
 
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 
 namespace shardplan::executor {
 

@@ -15,9 +15,9 @@
 #include "cuda/device.h"
 #include "cuda/nccl_communicators.h"
 #include "replay/watchdog.h"
-#include "shardplan/executor/bounded_store.h"
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 #include "torch/arrivals.h"
+#include "torch/bounded_store.h"
 
 namespace shardplan::executor {
 namespace {
@@ -341,9 +341,9 @@ std::optional<std::string> NcclCollectives::WhyBroken() const {
   if (std::optional<std::string> broken = communicators_.IsBroken()) return broken;
   const InFlight& oldest = watchdog_.in_flight().front();
   if (Clock::now() - oldest.issued < kGone) return std::nullopt;
-  if (options_.ways) {
+  if (options_.consensus) {
     const std::string here = "as planned, in " + Describe(oldest);
-    if (auto why = options_.ways->WhyInVain(CommunicatorOf(oldest), oldest.sequence, here)) return why;
+    if (auto why = options_.consensus->WhyInVain(CommunicatorOf(oldest), oldest.sequence, here)) return why;
   }
   return options_.peers ? options_.peers->Dead() : std::nullopt;
 }

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cuda/device.h"
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 
 namespace shardplan::executor {
 

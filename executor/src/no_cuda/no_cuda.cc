@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The cuda backend of a build whose torch has no CUDA: every entry point says so.
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 
 namespace shardplan::executor {
 namespace {

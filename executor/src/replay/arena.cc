@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/executor/arena.h"
-
 #include <algorithm>
 #include <functional>
 #include <map>
 #include <numeric>
 #include <utility>
 
+#include "shardplan/executor/device.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/buffer_roles.h"

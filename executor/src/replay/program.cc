@@ -8,7 +8,6 @@
 #include <tuple>
 
 #include "replay/copy_resolver.h"
-#include "shardplan/schemas/activations.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"

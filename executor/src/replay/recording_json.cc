@@ -50,7 +50,7 @@ void WriteTriggers(Text to, const Plan& plan) {
   }
 }
 
-void WriteStep(Text to, const RecordedStep& step) {
+void WriteStep(Text to, const MeasuredStep& step) {
   fmt::format_to(to, R"({{"begin_ns":{},"end_ns":{},"device_begin_ns":{},"device_end_ns":{},)", step.begin_ns,
                  step.end_ns, step.on_device.begin_ns, step.on_device.end_ns);
   fmt::format_to(to, R"("peak_bytes":{},"peak_trigger":{},"steady_bytes":{},)", step.peak_bytes.value,
@@ -90,7 +90,7 @@ std::string ToJson(const Recording& recording, const Plan& plan, std::int64_t ra
   WriteTriggers(to, plan);
   fmt::format_to(to, "],\n\"steps\":[");
   comma = "";
-  for (const RecordedStep& step : recording.steps) {
+  for (const MeasuredStep& step : recording.steps) {
     fmt::format_to(to, "{}\n", std::exchange(comma, ","));
     WriteStep(to, step);
   }

@@ -9,7 +9,7 @@
 #include "replay/first_line.h"
 #include "replay/replayer_impl.h"
 #include "shardplan/schemas/assert.h"
-#include "shardplan/schemas/plan_tables.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/plan_text.h"
 
 namespace shardplan::executor {

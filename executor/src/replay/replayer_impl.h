@@ -13,7 +13,7 @@
 #include "replay/program.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/step_recorder.h"
-#include "shardplan/schemas/on_demand.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan::executor {
 

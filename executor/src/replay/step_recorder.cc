@@ -264,7 +264,7 @@ Result<Recording> StepRecorder::Finish() {
       recording.unrecorded_steps_ns.push_back(on_device->end_ns - on_device->begin_ns);
       continue;
     }
-    RecordedStep& step = recording.steps[next++];
+    MeasuredStep& step = recording.steps[next++];
     step.on_device = *on_device;
     const RecordedInstruction* sharer = nullptr;  // the last one that has a span
     for (RecordedInstruction& instruction : step.instructions) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/executor/agreement.h"
+#include "torch/agreement.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -11,7 +11,7 @@
 #include <thread>
 #include <utility>
 
-#include "shardplan/executor/bounded_store.h"
+#include "torch/bounded_store.h"
 
 namespace shardplan::executor {
 namespace {

@@ -10,7 +10,7 @@
 #include <sstream>
 #include <thread>
 
-#include "shardplan/executor/bounded_store.h"
+#include "torch/bounded_store.h"
 
 namespace shardplan::executor {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/executor/bounded_store.h"
+#include "torch/bounded_store.h"
 
 #include <fmt/format.h>
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "shardplan/executor/arena.h"
+#include "shardplan/executor/device.h"
 #include "shardplan/executor/torch_device.h"
 
 namespace shardplan::executor {

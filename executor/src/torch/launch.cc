@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/executor/launch.h"
+#include "torch/launch.h"
 
 #include <arpa/inet.h>
 #include <fmt/format.h>
@@ -19,7 +19,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "replay/first_line.h"
-#include "shardplan/executor/bounded_store.h"
+#include "torch/bounded_store.h"
 
 namespace shardplan::executor {
 namespace {

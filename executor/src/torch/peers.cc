@@ -16,8 +16,8 @@
 #include <thread>
 #include <utility>
 
-#include "shardplan/executor/agreement.h"
-#include "shardplan/executor/bounded_store.h"
+#include "torch/agreement.h"
+#include "torch/bounded_store.h"
 #include "torch/local_process.h"
 
 namespace shardplan::executor {

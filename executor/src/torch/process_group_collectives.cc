@@ -10,7 +10,7 @@
 
 #include "cpu/counted_memory.h"
 #include "cpu/device.h"
-#include "shardplan/executor/cpu_backend.h"
+#include "shardplan/executor/backends.h"
 #include "torch/arrivals.h"
 #include "torch/lookout.h"
 
@@ -201,13 +201,13 @@ Status ProcessGroupCollectives::Finish(PendingCollective& pending) {
 
 std::optional<std::string> ProcessGroupCollectives::WhyInVain(CollectiveId id, std::int64_t sequence) {
   const CollectiveSpec& spec = prepared_[id].spec;
-  return options_.ways->WhyInVain(spec.communicator, sequence,
-                                  "as planned, in " + DescribeCollective(*plan_, spec, sequence));
+  return options_.consensus->WhyInVain(spec.communicator, sequence,
+                                       "as planned, in " + DescribeCollective(*plan_, spec, sequence));
 }
 
 // From time to time it is looked whether another rank has left the plan, and will not come.
 void ProcessGroupCollectives::Wait(const PendingCollective& pending) {
-  if (!options_.ways) return (void)pending.work->wait(options_.timeout);
+  if (!options_.consensus) return (void)pending.work->wait(options_.timeout);
   if (prepared_[pending.collective].spec.kind == CollectiveKind::kReduceScatter) return WaitAtOnce(pending);
   const auto why = WaitAndLook(*pending.work, options_.timeout, kFirstLook, kLooks,
                                [&] { return WhyInVain(pending.collective, pending.sequence); });

@@ -15,10 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include "shardplan/executor/agreement.h"
-#include "shardplan/executor/cpu_backend.h"
-#include "shardplan/executor/cuda_backend.h"
+#include "shardplan/executor/backends.h"
 #include "shardplan/executor/peers.h"
+#include "torch/agreement.h"
 #include "training/binding/hooks.h"
 #include "training/binding/plan_binding.h"
 #include "training/binding/python_error.h"
@@ -59,24 +58,25 @@ std::shared_ptr<PythonRuntime> MakeRuntime(std::shared_ptr<Plan> plan, std::int6
   const auto timeout = Milliseconds(timeout_s);
   std::unique_ptr<executor::TorchDevice> torch_device;
   std::unique_ptr<executor::Collectives> collectives;
-  std::shared_ptr<executor::Ways> ways;
+  std::shared_ptr<executor::DeviationConsensus> consensus;
   if (store && names.size() > 1)
-    ways = std::make_shared<executor::Ways>(store, rank, names, timeout, peers, Speaker(names[rank]));
+    consensus = std::make_shared<executor::DeviationConsensus>(store, rank, names, timeout, peers,
+                                                               Speaker(names[rank]));
   if (device.is_cuda()) {
     torch_device = ValueOrThrow(executor::MakeCudaDevice(device.index(), memory));
     collectives = ValueOrThrow(executor::MakeNcclCollectives(
         *torch_device,
-        {timeout, std::move(store), plan->world_size, std::move(peers), std::move(names), ways}));
+        {timeout, std::move(store), plan->world_size, std::move(peers), std::move(names), consensus}));
   } else if (device.is_cpu()) {
     torch_device = executor::MakeCpuDevice(memory);
     collectives = executor::MakeProcessGroupCollectives(
-        *torch_device, {groups, timeout, std::move(store), std::move(peers), std::move(names), ways});
+        *torch_device, {groups, timeout, std::move(store), std::move(peers), std::move(names), consensus});
   } else {
     throw std::invalid_argument("shardplan runs on cpu and cuda, not on " + device.str());
   }
   auto custom = std::make_unique<CustomCollectives>(std::move(collectives), *torch_device, groups);
   return std::make_shared<PythonRuntime>(std::move(plan), rank, std::move(torch_device), std::move(custom),
-                                         std::move(groups), std::move(ways));
+                                         std::move(groups), std::move(consensus));
 }
 
 PyRef OrEmpty(const py::object& object) { return object.is_none() ? PyRef() : PyRef::Borrow(object.ptr()); }

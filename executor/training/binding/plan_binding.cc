@@ -16,8 +16,6 @@
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/pytorch_rules.h"
-#include "shardplan/schemas/pytorch_version.h"
-#include "shardplan/verifier/known_faults.h"
 #include "shardplan/verifier/verifier.h"
 
 namespace shardplan::python {

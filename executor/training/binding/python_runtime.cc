@@ -23,7 +23,7 @@ void Warn(const std::string& text) {
   if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) Throw(PythonError("giving up a step").error());
 }
 
-executor::RuntimeOptions Options(std::shared_ptr<executor::Ways> ways) {
+executor::RuntimeOptions Options(std::shared_ptr<executor::DeviationConsensus> consensus) {
   return {
       .lock = &PythonLock(),
       .after_deviation = "Plan the step as it is trained, or apply the plan with on_deviation=\"replan\"",
@@ -33,7 +33,7 @@ executor::RuntimeOptions Options(std::shared_ptr<executor::Ways> ways) {
           "was and keep the parameter out of the optimizer",
       .gives_up = "shardplan.torch.abandon_step",
       .warn = Warn,
-      .ways = std::move(ways)};
+      .consensus = std::move(consensus)};
 }
 
 }  // namespace
@@ -42,9 +42,9 @@ PythonRuntime::PythonRuntime(std::shared_ptr<const Plan> plan, std::int64_t rank
                              std::unique_ptr<executor::TorchDevice> device,
                              std::unique_ptr<CustomCollectives> collectives,
                              std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
-                             std::shared_ptr<executor::Ways> ways)
+                             std::shared_ptr<executor::DeviationConsensus> consensus)
     : Runtime(std::move(plan), rank, std::move(device), std::move(collectives), std::move(groups),
-              Options(std::move(ways))),
+              Options(std::move(consensus))),
       extensions_(this->plan(), this->device()),
       changes_(this->plan(), units()),
       parameters_(this->plan().units.size()) {}

@@ -28,7 +28,7 @@ class PythonRuntime final : public executor::Runtime {
   PythonRuntime(std::shared_ptr<const Plan> plan, std::int64_t rank,
                 std::unique_ptr<executor::TorchDevice> device, std::unique_ptr<CustomCollectives> collectives,
                 std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups,
-                std::shared_ptr<executor::Ways> ways);
+                std::shared_ptr<executor::DeviationConsensus> consensus);
   ~PythonRuntime() override;
 
   void AddPythonParameter(UnitId unit, std::unique_ptr<PythonParameter> parameter);

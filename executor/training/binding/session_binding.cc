@@ -16,9 +16,8 @@
 #include <vector>
 
 #include "shardplan/checkpoints/checkpoint.h"
-#include "shardplan/checkpoints/state_checkpoint.h"
+#include "shardplan/executor/checkpoints.h"
 #include "shardplan/executor/peers.h"
-#include "shardplan/executor/session.h"
 
 namespace shardplan::python {
 namespace {

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints of a Training: which tensors there are, under the names that shardplan.torch.save gives them.
+#include "shardplan/checkpoints/checkpoint.h"
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -17,7 +19,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "shardplan/checkpoints/state_checkpoint.h"
 #include "shardplan/schemas/dtype.h"
 #include "training/cpp/torch_names.h"
 #include "training/cpp/training_impl.h"

@@ -15,14 +15,13 @@
 #include <utility>
 
 #include "replay/first_line.h"
-#include "shardplan/executor/agreement.h"
-#include "shardplan/executor/cpu_backend.h"
-#include "shardplan/executor/cuda_backend.h"
-#include "shardplan/executor/launch.h"
+#include "shardplan/executor/backends.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/precision.h"
-#include "shardplan/verifier/known_faults.h"
+#include "shardplan/verifier/verifier.h"
+#include "torch/agreement.h"
+#include "torch/launch.h"
 #include "training/cpp/torch_names.h"
 #include "training/cpp/training_impl.h"
 #include "training/failure.h"
@@ -234,26 +233,27 @@ Result<std::shared_ptr<LibTorchRuntime>> Training::Impl::MakeRuntime() {
   groups_ = std::make_unique<HostGroups>(groups, world, peers_);
   std::unique_ptr<TorchDevice> device;
   std::unique_ptr<Collectives> collectives;
-  std::shared_ptr<Ways> ways;
+  std::shared_ptr<DeviationConsensus> consensus;
   if (o.ranks > 1) {
     std::vector<std::int64_t> names(static_cast<std::size_t>(o.ranks));
     std::iota(names.begin(), names.end(), 0);
-    ways = std::make_shared<Ways>(Part(o.store, "ways"), o.rank, std::move(names), o.timeout, peers_);
+    consensus = std::make_shared<DeviationConsensus>(Part(o.store, "deviations"), o.rank, std::move(names),
+                                                     o.timeout, peers_);
   }
   if (o.device.is_cuda()) {
     auto cuda = MakeCudaDevice(std::max<int>(o.device.index(), 0), o.memory);
     if (!cuda) return std::unexpected(cuda.error());
     device = std::move(*cuda);
     allocations_ = CudaAllocations(std::max<int>(o.device.index(), 0));
-    auto nccl =
-        MakeNcclCollectives(*device, {o.timeout, Part(o.store, "nccl"), plan_->world_size, peers_, {}, ways});
+    auto nccl = MakeNcclCollectives(
+        *device, {o.timeout, Part(o.store, "nccl"), plan_->world_size, peers_, {}, consensus});
     if (!nccl) return std::unexpected(nccl.error());
     collectives = std::move(*nccl);
   } else {
     allocations_ = CountCpuAllocations();
     device = MakeCpuDevice(o.memory);
     collectives = MakeProcessGroupCollectives(
-        *device, {groups, o.timeout, Part(o.store, "progress"), peers_, {}, ways});
+        *device, {groups, o.timeout, Part(o.store, "progress"), peers_, {}, consensus});
   }
   RuntimeOptions options = {
       .after_deviation = "Plan the step as it is trained, or train with OnDeviation::kOnDemand",
@@ -262,7 +262,7 @@ Result<std::shared_ptr<LibTorchRuntime>> Training::Impl::MakeRuntime() {
           "again, or leave it as it was and keep the parameter out of the optimizer",
       .gives_up = "Training::AbandonStep",
       .warn = [this](const std::string& text) { Warn(text); },
-      .ways = std::move(ways)};
+      .consensus = std::move(consensus)};
   return std::make_shared<LibTorchRuntime>(plan_, o.rank, std::move(device), std::move(collectives),
                                            std::move(groups), std::move(options));
 }

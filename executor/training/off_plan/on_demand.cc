@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "shardplan/schemas/alive_buffers.h"
-#include "shardplan/schemas/on_demand.h"
-#include "shardplan/schemas/setters.h"
+#include "shardplan/schemas/policy_knobs.h"
+#include "shardplan/schemas/program.h"
 #include "training/failure.h"
 
 namespace shardplan::executor {

@@ -28,6 +28,20 @@ BufferParameters ParametersOfBuffers(const Plan& plan) {
 
 }  // namespace
 
+Runtime::Tables::Tables(const Plan& plan)
+    : buffer_parameters(ParametersOfBuffers(plan)),
+      unsharded_buffer(plan.units.size(), -1),
+      order(plan),
+      grads_stay_as_made(RulesOf(plan.strategy).gradients_stay_as_made) {
+  for (std::size_t i = 0; i < plan.buffers.size(); ++i) {
+    const Buffer& buffer = plan.buffers[i];
+    // A flat unit may have another one in full precision.
+    if (buffer.role == BufferRole::kParamUnsharded && unsharded_buffer[buffer.unit] < 0) {
+      unsharded_buffer[buffer.unit] = static_cast<BufferId>(i);
+    }
+  }
+}
+
 Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank, std::unique_ptr<TorchDevice> device,
                  std::unique_ptr<Collectives> collectives,
                  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups, RuntimeOptions options)
@@ -39,30 +53,19 @@ Runtime::Runtime(std::shared_ptr<const Plan> plan, std::int64_t rank, std::uniqu
       collectives_(std::move(collectives)),
       units_(plan_->units.size()),
       shards_(plan_->units.size()),
-      buffer_parameters_(ParametersOfBuffers(*plan_)),
-      unsharded_buffer_(plan_->units.size(), -1),
-      order_(*plan_),
-      on_demand_(*plan_, rank_, *device_, units_, buffer_parameters_,
+      tables_(*plan_),
+      on_demand_(*plan_, rank_, *device_, units_, tables_.buffer_parameters,
                  GradientPresence(*plan_, std::move(groups)), lock_, options_.gives_up),
       fallback_(
-          *plan_, order_, units_, buffer_parameters_, on_demand_,
+          *plan_, tables_.order, units_, tables_.buffer_parameters, on_demand_,
           [this](UnitId unit) { return Reduces(unit); },
           [this](const std::string& text) {
-            return options_.ways ? options_.ways->InWords(Tell(text)) : text;
+            return options_.consensus ? options_.consensus->InWords(Tell(text)) : text;
           },
           lock_),
-      handover_(*plan_, rank_, *device_, units_, buffer_parameters_, lock_),
+      handover_(*plan_, rank_, *device_, units_, tables_.buffer_parameters, lock_),
       ranges_(*plan_),
-      groups_(*plan_),
-      grads_stay_as_made_(RulesOf(plan_->strategy).gradients_stay_as_made) {
-  for (std::size_t i = 0; i < plan_->buffers.size(); ++i) {
-    const Buffer& buffer = plan_->buffers[i];
-    // A flat unit may have another one in full precision.
-    if (buffer.role == BufferRole::kParamUnsharded && unsharded_buffer_[buffer.unit] < 0) {
-      unsharded_buffer_[buffer.unit] = static_cast<BufferId>(i);
-    }
-  }
-}
+      groups_(*plan_) {}
 
 Runtime::~Runtime() = default;
 
@@ -85,7 +88,7 @@ void Runtime::SetShards(UnitId unit, std::vector<at::Tensor> padded) {
     const Buffer& buffer = plan_->buffers[i];
     if (buffer.role != BufferRole::kParamSharded || buffer.unit != unit) continue;
     std::vector<at::Tensor> parts;
-    for (const std::int32_t parameter : buffer_parameters_[i]) parts.push_back(padded[parameter]);
+    for (const std::int32_t parameter : tables_.buffer_parameters[i]) parts.push_back(padded[parameter]);
     OrThrow(device_->SetParts(static_cast<BufferId>(i), std::move(parts)));
   }
   shards_[unit] = std::move(padded);
@@ -101,15 +104,15 @@ void Runtime::Start() {
 
 // Do the unit's gradients of this backward wait for a later one?
 bool Runtime::Waits(UnitId unit) const {
-  if (sync_) return !(*sync_)[unit];
+  if (user_.sync) return !(*user_.sync)[unit];
   if (fallback_.active()) return !Reduces(unit);
-  const std::vector<UnitGradients>* planned = order_.Gradients(order_.NextHooked(Position()));
+  const std::vector<UnitGradients>* planned = tables_.order.Gradients(tables_.order.NextHooked(Position()));
   return planned != nullptr && (*planned)[unit] == UnitGradients::kKept;
 }
 
 void Runtime::SetGradDTypes(UnitId unit, bool in_backward) {
   const Unit& of = plan_->units[unit];
-  if (!grads_stay_as_made_ || of.layout != LayoutKind::kPerParameter) return;
+  if (!tables_.grads_stay_as_made || of.layout != LayoutKind::kPerParameter) return;
   const HoldLock held(lock_);
   const bool waits = in_backward && Waits(unit);
   for (std::size_t p = 0; p < units_[unit].parameters.size(); ++p) {
@@ -129,7 +132,7 @@ void Runtime::SetGradDTypes(UnitId unit, bool in_backward) {
 }
 
 at::Tensor Runtime::UnshardedView(UnitId unit, std::int32_t parameter) const {
-  Result<at::Tensor> view = device_->ParameterView(unsharded_buffer_[unit], parameter);
+  Result<at::Tensor> view = device_->ParameterView(tables_.unsharded_buffer[unit], parameter);
   if (!view) Throw(view.error());
   return *view;
 }
@@ -149,7 +152,7 @@ void Runtime::Fire(const TriggerKey& trigger) {
   // Below autograd, and without counting versions: what is copied into an unsharded parameter is no change
   // that a saved tensor has to know of (and dispatch is cheaper).
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  firing_ = trigger.kind;
+  now_.firing = trigger.kind;
   const Status status = ProfilerRanges::On() ? FireWatched(trigger) : replayer_->Fire(trigger);
   if (!status) [[unlikely]] {
     ThrowFailure(status.error(), replayer_->thrown());
@@ -158,7 +161,7 @@ void Runtime::Fire(const TriggerKey& trigger) {
 
 Status Runtime::FireWatched(const TriggerKey& trigger) {
   const ProfilerRanges::Watch watch(ranges_, *replayer_, trigger.kind, trigger.unit,
-                                    trigger.unit == forward_root_);
+                                    trigger.unit == now_.forward_root);
   return replayer_->Fire(trigger);
 }
 
@@ -173,8 +176,8 @@ void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
       if (const std::string change = RequiresGradChange(); !change.empty()) {
         throw TrainingError(ErrorCode::kNegative, change);
       }
-      full_precision_forwards_.clear();
-      backwards_ = 0;
+      now_.full_precision_forwards.clear();
+      now_.backwards = 0;
     }
     Fire(TriggerKey(replayer_->Expected()));
   }
@@ -220,25 +223,25 @@ bool Runtime::Deviate(const std::string& found, const std::string& instead_of, b
   const std::string expected =
       instead_of.empty() ? Explained(TriggerText(*plan_, next), next.unit) : instead_of;
   const std::string text = fmt::format("found {}, expected {} ({})", found, expected, Where());
-  if (options_.ways) {
+  if (options_.consensus) {
     const ReleaseLock unlocked(lock_);
-    options_.ways->Leave(collectives_->Issued(), text, fallback_.enabled());
+    options_.consensus->Leave(collectives_->Issued(), text, fallback_.enabled());
   }
   if (!fallback_.enabled()) {
     throw TrainingError(ErrorCode::kNegative,
                         fmt::format("the model deviates from the plan: {}. {}; {} gives the step up", text,
                                     options_.after_deviation, options_.gives_up));
   }
-  if (options_.ways) {
+  if (options_.consensus) {
     const PlanPosition now = Position();
     const Whereabouts here = {.leaves = true,
                               .may_go_on = only_missing,
                               .place = fmt::format("{} {} {}", now.step, now.trigger, instead_of),
                               .text = text};
     const ReleaseLock unlocked(lock_);
-    const Result<Way> way = options_.ways->Meet(here);
-    if (!way) Throw(way.error());
-    if (*way == Way::kGoOn) return GoOnWithZeros(text);
+    const Result<DeviationVerdict> agreed = options_.consensus->Meet(here);
+    if (!agreed) Throw(agreed.error());
+    if (*agreed == DeviationVerdict::kGoOn) return GoOnWithZeros(text);
   }
   fallback_.Begin(found, expected, *replayer_, [this] { handover_.PublishAll(/*zeros=*/false); });
   return true;
@@ -246,7 +249,7 @@ bool Runtime::Deviate(const std::string& found, const std::string& instead_of, b
 
 // Said once.
 bool Runtime::GoOnWithZeros(const std::string& text) {
-  if (std::exchange(says_zeros_, true)) return false;
+  if (std::exchange(user_.knows_zeros, true)) return false;
   const HoldLock held(lock_);
   options_.warn(
       fmt::format("shardplan: the model deviates from the plan on this rank alone: {}. Other ranks have that "
@@ -256,59 +259,60 @@ bool Runtime::GoOnWithZeros(const std::string& text) {
 }
 
 void Runtime::FireWithZeros() {
-  zeros_for_missing_ = true;
+  now_.zeros_for_missing = true;
   Fire(TriggerKey(replayer_->Expected()));
-  zeros_for_missing_ = false;
+  now_.zeros_for_missing = false;
 }
 
 std::vector<std::string> Runtime::Tell(const std::string& text) {
-  if (!options_.ways) return {text};
+  if (!options_.consensus) return {text};
   const ReleaseLock unlocked(lock_);
-  return options_.ways->Tell(text);
+  return options_.consensus->Tell(text);
 }
 
 // A forward under no_grad that is not in the plan is done on demand. Decided where it begins, for all of it.
 bool Runtime::IsEvaluation(UnitId entered) {
-  if (evaluation_root_ != kNoUnit) {
-    if (evaluation_root_ != entered && !at::GradMode::is_enabled()) return true;
-    evaluation_root_ = kNoUnit;  // an exception ended that forward
+  if (now_.evaluation_root != kNoUnit) {
+    if (now_.evaluation_root != entered && !at::GradMode::is_enabled()) return true;
+    now_.evaluation_root = kNoUnit;  // an exception ended that forward
     on_demand_.ReshardAll();
   }
-  if (forward_root_ != kNoUnit || at::GradMode::is_enabled() || fallback_.active()) return false;
-  const PlanPosition next = order_.NextHooked(Position());
-  const Trigger& trigger = order_.At(next);
-  if (trigger.kind == TriggerKind::kPreForward && trigger.unit == entered && order_.HasNoBackward(next)) {
+  if (now_.forward_root != kNoUnit || at::GradMode::is_enabled() || fallback_.active()) return false;
+  const PlanPosition next = tables_.order.NextHooked(Position());
+  const Trigger& trigger = tables_.order.At(next);
+  if (trigger.kind == TriggerKind::kPreForward && trigger.unit == entered &&
+      tables_.order.HasNoBackward(next)) {
     return false;
   }
   AdoptChanges();
-  evaluation_root_ = entered;
+  now_.evaluation_root = entered;
   return true;
 }
 
 void Runtime::PreForward(UnitId unit, bool full_precision) {
   if (unit < 0) return;
-  if (!suspended_.empty()) throw TrainingError(ErrorCode::kNegative, suspended_);
+  if (!user_.suspended.empty()) throw TrainingError(ErrorCode::kNegative, user_.suspended);
   if (IsEvaluation(unit)) return on_demand_.Unshard(unit, full_precision);
-  const bool outermost = forward_root_ == kNoUnit;
+  const bool outermost = now_.forward_root == kNoUnit;
   if (outermost) {
     CheckIsNoMicrobatch();
-    forward_root_ = unit;
+    now_.forward_root = unit;
     if (!fallback_.active()) on_demand_.ReshardAll();
   }
   Pass(TriggerKind::kPreForward, unit, full_precision);
-  if (outermost && !backward_end_queued_) full_precision_forwards_.push_back(full_precision);
+  if (outermost && !now_.backward_end_queued) now_.full_precision_forwards.push_back(full_precision);
 }
 
 std::vector<UnitId> Runtime::PostForward(UnitId unit) {
   if (unit < 0) return {};
   ++units_[unit].runs;
-  const bool evaluates = evaluation_root_ != kNoUnit;
+  const bool evaluates = now_.evaluation_root != kNoUnit;
   if (evaluates) {
     on_demand_.Reshard(unit);
   } else {
     Pass(TriggerKind::kPostForward, unit);
   }
-  UnitId& root = evaluates ? evaluation_root_ : forward_root_;
+  UnitId& root = evaluates ? now_.evaluation_root : now_.forward_root;
   if (root != unit) return {};
   root = kNoUnit;
   std::vector<UnitId> completed = groups_.Complete(unit);
@@ -359,8 +363,8 @@ void Runtime::PostBackward(UnitId unit) {
 }
 
 void Runtime::QueueBackwardEnd() {
-  if (backward_end_queued_) return;
-  backward_end_queued_ = true;
+  if (now_.backward_end_queued) return;
+  now_.backward_end_queued = true;
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this()] { self->BackwardEnd(); });
   FollowSetters();
@@ -369,10 +373,10 @@ void Runtime::QueueBackwardEnd() {
 }
 
 void Runtime::BackwardEnd() {
-  backward_end_queued_ = false;
-  ++backwards_;
-  reduced_all_ = ReducesAll();
-  forward_root_ = kNoUnit;  // of a recomputation that stopped early
+  now_.backward_end_queued = false;
+  ++now_.backwards;
+  now_.reduced_all = ReducesAll();
+  now_.forward_root = kNoUnit;  // of a recomputation that stopped early
   // Units none of whose inputs needed a gradient.
   while (!fallback_.active() && replayer_->Expected().kind == TriggerKind::kPostBackward) {
     const UnitId unit = replayer_->Expected().unit;
@@ -384,8 +388,9 @@ void Runtime::BackwardEnd() {
       FireWithZeros();
     }
   }
-  const bool planned = fallback_.active() || order_.IsLastBackward(order_.NextHooked(Position()));
-  const bool forgets = is_last_backward_.value_or(planned);
+  const bool planned =
+      fallback_.active() || tables_.order.IsLastBackward(tables_.order.NextHooked(Position()));
+  const bool forgets = user_.is_last_backward.value_or(planned);
   Pass(TriggerKind::kBackwardEnd, -1);
   for (UnitState& unit : units_) {
     unit.in_backward = false;
@@ -397,8 +402,8 @@ void Runtime::BackwardEnd() {
   handover_.PublishAll(/*zeros=*/fallback_.active());
   if (!fallback_.active()) CheckNoGradientIsLeft();
   // Where nobody sees the optimizer, the step is over with its last backward.
-  if (fallback_.active() && !optimizer_seen_ && !awaits_optimizer_ && fallback_.has_had_its_backwards() &&
-      Reduces(-1))
+  if (fallback_.active() && !user_.optimizer_seen && !user_.awaits_optimizer &&
+      fallback_.has_had_its_backwards() && Reduces(-1))
     EndFallback();
 }
 
@@ -430,7 +435,7 @@ Status Runtime::TakeGradients(UnitId unit, BufferId buffer) {
   parts.reserve(ParametersOf(buffer).size());
   for (const std::int32_t parameter : ParametersOf(buffer)) {
     at::Tensor grad = units_[unit].parameters[parameter]->LocalGradient();
-    if (!grad.defined() && zeros_for_missing_) {
+    if (!grad.defined() && now_.zeros_for_missing) {
       const auto options =
           at::TensorOptions(ToScalarType(plan_->buffers[buffer].dtype)).device(device_->torch_device());
       grad = at::zeros(plan_->units[unit].parameters[parameter].shape, options);
@@ -464,7 +469,7 @@ Status Runtime::DropGradients(UnitId unit, BufferId buffer, std::span<const std:
 
 void Runtime::CheckNoGradientIsLeft() {
   // Another micro-batch follows, or the user's finalize_backward.
-  if (!BetweenSteps() || order_.NextUserCallsTakeGradients(Position())) return;
+  if (!BetweenSteps() || tables_.order.NextUserCallsTakeGradients(Position())) return;
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     for (std::size_t i = 0; i < units_[unit].parameters.size(); ++i) {
       if (!units_[unit].parameters[i]->unsharded_grad().defined()) continue;
@@ -474,7 +479,8 @@ void Runtime::CheckNoGradientIsLeft() {
           ParameterText(*plan_, static_cast<UnitId>(unit), static_cast<std::int32_t>(i)));
       Deviate(deviation);
       for (const UnitId held : on_demand_.UnitsWithGradients()) on_demand_.Reduce(held);
-      if (!optimizer_seen_ && !awaits_optimizer_ && fallback_.has_had_its_backwards()) EndFallback();
+      if (!user_.optimizer_seen && !user_.awaits_optimizer && fallback_.has_had_its_backwards())
+        EndFallback();
       return;
     }
   }

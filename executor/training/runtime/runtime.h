@@ -17,10 +17,10 @@
 #include <vector>
 
 #include "shardplan/executor/collectives.h"
+#include "shardplan/executor/peers.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/step_recorder.h"
 #include "shardplan/executor/torch_device.h"
-#include "shardplan/executor/ways.h"
 #include "shardplan/schemas/plan.h"
 #include "training/off_plan/fallback.h"
 #include "training/off_plan/on_demand.h"
@@ -55,7 +55,8 @@ struct RuntimeOptions {
   std::string_view after_freezing;               // a sentence: a parameter was frozen or unfrozen
   std::string_view gives_up;                     // the call that gives a step up
   std::function<void(const std::string&)> warn;  // tells the user
-  std::shared_ptr<Ways> ways = nullptr;          // also the collectives'; null: ranks leave a plan unasked
+  // Shared with the collectives; null: ranks leave a plan unasked.
+  std::shared_ptr<DeviationConsensus> consensus = nullptr;
 };
 
 class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
@@ -88,7 +89,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   // A unit is entered: the step under way is given up if its forward or backward was not finished. -1: of a
   // unit that may be entered again in one forward; then only a backward tells.
   void GiveUpInterrupted(UnitId entered) {
-    if (backward_end_queued_ || (forward_root_ == entered && entered >= 0)) [[unlikely]] {
+    if (now_.backward_end_queued || (now_.forward_root == entered && entered >= 0)) [[unlikely]] {
       GiveUpIfInterrupted(entered);
     }
   }
@@ -96,7 +97,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   void PreForward(UnitId unit, bool full_precision = false);
   // Is the unit, whose forward has begun, in no other one's? -1: a root that is no unit.
   bool IsOutermost(UnitId unit) const {
-    return unit < 0 || forward_root_ == unit || evaluation_root_ == unit;
+    return unit < 0 || now_.forward_root == unit || now_.evaluation_root == unit;
   }
   c10::Device torch_device() const { return device_->torch_device(); }
   // Returns the units that are left with it, the forward's outermost; see [Note: groups].
@@ -126,7 +127,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   // A call of the user's that only a plan has. Throws where it does not have one of the unit here.
   void PassCall(UnitId unit, const std::string& method);
   // Why forwards fail. Empty: they succeed.
-  void Suspend(std::string reason) { suspended_ = std::move(reason); }
+  void Suspend(std::string reason) { user_.suspended = std::move(reason); }
   // hook(reduced gradient) after the last collective of the unit's reductions, as FSDP2's
   // set_all_reduce_hook. What it throws fails the step. Empty: none.
   void SetReductionHook(UnitId unit, std::function<void(const at::Tensor&)> hook) {
@@ -140,20 +141,20 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   // Steps that begin from now on are recorded (step_recorder.h), as many as `options.steps` and, between
   // them, as many that are not. Of a recording under way nothing is kept.
   void StartRecording(RecorderOptions options);
-  bool HasRecorded() const { return recorder_ != nullptr && recorder_->done(); }
-  std::int64_t recorded_steps() const { return recorder_ ? recorder_->recorded() : 0; }
+  bool HasRecorded() const { return recording_.recorder != nullptr && recording_.recorder->done(); }
+  std::int64_t recorded_steps() const { return recording_.recorder ? recording_.recorder->recorded() : 0; }
   // The recording as a document; a step under way is not in it. "": there is none.
   std::string StopRecording();
   // Optimizers of the model have been seen to step, by another runtime: OptimizerSteps will be called.
-  void ExpectOptimizer() { optimizer_seen_ = true; }
+  void ExpectOptimizer() { user_.optimizer_seen = true; }
   // One is likely to: until it does, a step on demand ends where a forward follows a backward that has
   // reduced all gradients, and not before.
-  void AwaitOptimizer() { awaits_optimizer_ = true; }
-  bool optimizer_seen() const { return optimizer_seen_; }
+  void AwaitOptimizer() { user_.awaits_optimizer = true; }
+  bool optimizer_seen() const { return user_.optimizer_seen; }
   // What the user has set on the units with set_requires_gradient_sync, from now on; by unit. The plan's step
   // is followed as long as it does the same.
   void SetRequiresGradientSync(const std::vector<UnitId>& units, bool value);
-  void SetIsLastBackward(bool value) { is_last_backward_ = value; }
+  void SetIsLastBackward(bool value) { user_.is_last_backward = value; }
   // The step under way is given up: gradients and gathered parameters are dropped, shards stay as they are,
   // and the next forward begins a step. Not after an error of a collective.
   void Abandon();
@@ -161,7 +162,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   void Restart();
   // Are all ranks about to do the same, which a number stands for? Collective.
   bool Alike(std::int64_t number) { return on_demand_.Alike(number); }
-  // What all ranks say; see Ways::Tell.
+  // What all ranks say; see DeviationConsensus::Tell.
   std::vector<std::string> Tell(const std::string& text);
   // Inside a step the modules of gathered units hold whole parameters: shows the shards, and the whole ones
   // again. For reading.
@@ -171,11 +172,11 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   Fallback& fallback() { return fallback_; }
   const Fallback& fallback() const { return fallback_; }
   // By forward of the step under way, or of the one that deviated: was it to have full precision?
-  const std::vector<bool>& full_precision_forwards() const { return full_precision_forwards_; }
+  const std::vector<bool>& full_precision_forwards() const { return now_.full_precision_forwards; }
   bool BetweenSteps() const;
   // Forwards with gradients begun, and backwards ended, in the step under way.
-  std::int64_t forwards() const { return std::ssize(full_precision_forwards_); }
-  std::int64_t backwards() const { return backwards_; }
+  std::int64_t forwards() const { return std::ssize(now_.full_precision_forwards); }
+  std::int64_t backwards() const { return now_.backwards; }
   // Steps of the training so far, of this runtime and of those before it.
   std::int64_t step() const { return replayer_->step(); }
   void CountFrom(std::int64_t step) { replayer_->CountFrom(step); }
@@ -261,7 +262,43 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   bool MissesPostBackward(UnitId unit) const;
   Status TakeFlatGradients(UnitId unit, BufferId buffer);
   bool AddToAccumulated(UnitId unit, const FlatGradient::Gradients& gradients);
-  std::span<const std::int32_t> ParametersOf(BufferId buffer) const { return buffer_parameters_[buffer]; }
+  std::span<const std::int32_t> ParametersOf(BufferId buffer) const {
+    return tables_.buffer_parameters[buffer];
+  }
+
+  // Look-up tables of the plan.
+  struct Tables {
+    explicit Tables(const Plan& plan);
+
+    BufferParameters buffer_parameters;
+    std::vector<BufferId> unsharded_buffer;  // by UnitId
+    PlanOrder order;
+    const bool grads_stay_as_made;
+  };
+  // Set or done by the user, or told to the user.
+  struct FromUser {
+    std::string suspended;                  // why forwards fail; "": they succeed
+    std::optional<std::vector<bool>> sync;  // by unit, once it is set
+    std::optional<bool> is_last_backward;
+    bool awaits_optimizer = false;
+    bool optimizer_seen = false;  // OptimizerSteps has been called
+    bool knows_zeros = false;     // has been told of zeros_for_missing
+  };
+  // Progress of the step under way, by the hooks that were passed.
+  struct UnderWay {
+    UnitId forward_root = kNoUnit;     // the unit entered first in the forward of the plan that is under way
+    UnitId evaluation_root = kNoUnit;  // in the forward outside the plan
+    bool backward_end_queued = false;
+    bool reduced_all = false;  // the last backward
+    std::int64_t backwards = 0;
+    std::vector<bool> full_precision_forwards;
+    bool zeros_for_missing = false;                // see FireWithZeros
+    TriggerKind firing = TriggerKind::kStepBegin;  // the trigger under way, or the last one
+  };
+  struct Recorded {
+    std::unique_ptr<StepRecorder> recorder;  // null: nothing is recorded
+    DeviceFacts facts;                       // when it was made
+  };
 
   std::shared_ptr<const Plan> plan_;
   std::int64_t rank_;
@@ -272,31 +309,15 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   std::unique_ptr<Replayer> replayer_;
   std::vector<UnitState> units_;
   std::vector<std::vector<at::Tensor>> shards_;  // by unit and parameter
-  BufferParameters buffer_parameters_;
-  std::vector<BufferId> unsharded_buffer_;  // by UnitId
-  PlanOrder order_;
+  Tables tables_;
   OnDemand on_demand_;
   Fallback fallback_;
   GradientHandover handover_;
   ProfilerRanges ranges_;
-  std::unique_ptr<StepRecorder> recorder_;  // null: nothing is recorded
-  DeviceFacts facts_;                       // when it was made
+  Recorded recording_;
   ModuleGroups groups_;
-  const bool grads_stay_as_made_;
-  bool awaits_optimizer_ = false;
-  bool reduced_all_ = false;  // the last backward
-  std::int64_t backwards_ = 0;
-  std::string suspended_;
-  UnitId forward_root_ = kNoUnit;     // the unit entered first in the forward of the plan that is under way
-  UnitId evaluation_root_ = kNoUnit;  // in the forward outside the plan
-  bool backward_end_queued_ = false;
-  bool zeros_for_missing_ = false;                // see FireWithZeros
-  bool says_zeros_ = false;                       // the user knows of them
-  bool optimizer_seen_ = false;                   // OptimizerSteps has been called
-  std::optional<std::vector<bool>> sync_;         // by unit, once the user has set it
-  std::optional<bool> is_last_backward_;          // as the user has set it
-  std::vector<bool> full_precision_forwards_;     // of the step under way
-  TriggerKind firing_ = TriggerKind::kStepBegin;  // the trigger under way, or the last one
+  FromUser user_;
+  UnderWay now_;
 };
 
 }  // namespace shardplan::executor

@@ -18,7 +18,7 @@ void Runtime::SetFlatShard(UnitId unit, at::Tensor shard) {
     if (buffer.role != BufferRole::kParamSharded || buffer.unit != unit) continue;
     OrThrow(device_->SetParts(static_cast<BufferId>(i), {shard}));
     // Unsharded, it is what the modules use.
-    if (unsharded_buffer_[unit] < 0) unsharded_buffer_[unit] = static_cast<BufferId>(i);
+    if (tables_.unsharded_buffer[unit] < 0) tables_.unsharded_buffer[unit] = static_cast<BufferId>(i);
   }
   shards_[unit] = {std::move(shard)};
 }
@@ -32,7 +32,7 @@ std::shared_ptr<FlatGradient> Runtime::MakeFlatGradient(UnitId unit) {
   for (std::size_t b = 0; b < plan_->buffers.size(); ++b) {
     const Buffer& buffer = plan_->buffers[b];
     if (buffer.unit != unit || buffer.role != BufferRole::kGradUnsharded) continue;
-    for (const std::int32_t parameter : buffer_parameters_[b]) tracked[parameter] = true;
+    for (const std::int32_t parameter : tables_.buffer_parameters[b]) tracked[parameter] = true;
   }
   std::function<bool(const FlatGradient::Gradients&)> add_alone;
   const Unit& planned = plan_->units[unit];
@@ -69,7 +69,7 @@ Status Runtime::ShardedParametersRead(UnitId unit, StreamId stream) {
 
 // Of the point that is being passed.
 bool Runtime::InForward() const {
-  return (fallback_.active() ? fallback_.log().back().kind : firing_) == TriggerKind::kPreForward;
+  return (fallback_.active() ? fallback_.log().back().kind : now_.firing) == TriggerKind::kPreForward;
 }
 
 // New views in a forward; in a backward those of the forward, whose memory is there again.
@@ -102,14 +102,14 @@ Status Runtime::TakeFlatGradients(UnitId unit, BufferId buffer) {
 // FSDP1's hook is on the gradient of an earlier use: the plan has no post_backward in this backward, and its
 // end takes what has arrived.
 bool Runtime::MissesPostBackward(UnitId unit) const {
-  PlanPosition at = order_.NextHooked(Position());
-  for (; order_.At(at).kind != TriggerKind::kBackwardEnd; at = order_.After(at)) {
-    const Trigger& trigger = order_.At(at);
+  PlanPosition at = tables_.order.NextHooked(Position());
+  for (; tables_.order.At(at).kind != TriggerKind::kBackwardEnd; at = tables_.order.After(at)) {
+    const Trigger& trigger = tables_.order.At(at);
     if (trigger.kind == TriggerKind::kPostBackward && trigger.unit == unit) return false;
     if (trigger.kind == TriggerKind::kStepEnd) return false;
   }
   const auto is_of_unit = [&](BufferId buffer) { return plan_->buffers[buffer].unit == unit; };
-  return std::ranges::any_of(order_.GradientsTakenAt(at), is_of_unit);
+  return std::ranges::any_of(tables_.order.GradientsTakenAt(at), is_of_unit);
 }
 
 // To the gradient that an earlier backward left unreduced, which the plan is to add this backward's to.

@@ -15,7 +15,7 @@
 namespace shardplan::executor {
 
 bool Runtime::PassUserCall(UnitId unit) {
-  const std::optional<PlanPosition> call = order_.NextUserCall(Position(), unit);
+  const std::optional<PlanPosition> call = tables_.order.NextUserCall(Position(), unit);
   if (!call) return false;
   for (bool last = false; !last;) {
     last = replayer_->trigger_index() == call->trigger && replayer_->step_index() == call->step;
@@ -72,27 +72,27 @@ Status Runtime::ShardedGradientsReady(UnitId unit, BufferId buffer) {
 }
 
 bool Runtime::Reduces(UnitId unit) const {
-  if (!sync_) return true;
-  if (unit >= 0) return (*sync_)[unit];
-  return std::ranges::any_of(*sync_, [](bool reduces) { return reduces; });
+  if (!user_.sync) return true;
+  if (unit >= 0) return (*user_.sync)[unit];
+  return std::ranges::any_of(*user_.sync, [](bool reduces) { return reduces; });
 }
 
 void Runtime::SetRequiresGradientSync(const std::vector<UnitId>& units, bool value) {
-  if (!sync_) sync_.emplace(units_.size(), true);
-  for (const UnitId unit : units) (*sync_)[unit] = value;
+  if (!user_.sync) user_.sync.emplace(units_.size(), true);
+  for (const UnitId unit : units) (*user_.sync)[unit] = value;
 }
 
 // The user has said whether this backward reduces. Does the plan do so, too?
 void Runtime::FollowSetters() {
-  if (!sync_ || fallback_.active()) return;
-  const PlanPosition next = order_.NextHooked(Position());
-  if (order_.At(next).kind != TriggerKind::kPreBackward) return;  // deviates in any case
-  const std::vector<UnitGradients>* planned = order_.Gradients(next);
+  if (!user_.sync || fallback_.active()) return;
+  const PlanPosition next = tables_.order.NextHooked(Position());
+  if (tables_.order.At(next).kind != TriggerKind::kPreBackward) return;  // deviates in any case
+  const std::vector<UnitGradients>* planned = tables_.order.Gradients(next);
   if (planned == nullptr) return;
   std::optional<bool> differing;  // what the plan does with the first unit that differs: keeps its gradients?
   for (std::size_t unit = 0; unit < planned->size() && !differing; ++unit) {
     const UnitGradients does = (*planned)[unit];
-    if (does != UnitGradients::kNone && (does == UnitGradients::kReduced) != (*sync_)[unit])
+    if (does != UnitGradients::kNone && (does == UnitGradients::kReduced) != (*user_.sync)[unit])
       differing = does == UnitGradients::kKept;
   }
   if (!differing) return;
@@ -104,17 +104,17 @@ void Runtime::FollowSetters() {
 }
 
 bool Runtime::ReducesAll() const {
-  return !sync_ || std::ranges::all_of(*sync_, [](bool reduces) { return reduces; });
+  return !user_.sync || std::ranges::all_of(*user_.sync, [](bool reduces) { return reduces; });
 }
 
 bool Runtime::FollowsLastBackward() const {
-  return fallback_.active() && awaits_optimizer_ && !optimizer_seen_ && forward_root_ == kNoUnit &&
-         at::GradMode::is_enabled() && !backward_end_queued_ && fallback_.has_had_its_backwards() &&
-         backwards_ > 0 && reduced_all_;
+  return fallback_.active() && user_.awaits_optimizer && !user_.optimizer_seen &&
+         now_.forward_root == kNoUnit && at::GradMode::is_enabled() && !now_.backward_end_queued &&
+         fallback_.has_had_its_backwards() && now_.backwards > 0 && now_.reduced_all;
 }
 
 bool Runtime::BeginsForward() const {
-  return forward_root_ == kNoUnit && !fallback_.active() && BetweenSteps();
+  return now_.forward_root == kNoUnit && !fallback_.active() && BetweenSteps();
 }
 
 bool Runtime::BeginsStep() const { return at::GradMode::is_enabled() && BeginsForward(); }
@@ -122,10 +122,11 @@ bool Runtime::BeginsStep() const { return at::GradMode::is_enabled() && BeginsFo
 // Of a model whose optimizer is known: a forward before it steps, with gradients that are held, is another
 // micro-batch.
 void Runtime::CheckIsNoMicrobatch() {
-  if (!awaits_optimizer_ || fallback_.active() || !at::GradMode::is_enabled()) return;
-  if (replayer_->Expected().kind == TriggerKind::kUserCall && order_.NextUserCallsTakeGradients(Position()))
+  if (!user_.awaits_optimizer || fallback_.active() || !at::GradMode::is_enabled()) return;
+  if (replayer_->Expected().kind == TriggerKind::kUserCall &&
+      tables_.order.NextUserCallsTakeGradients(Position()))
     return (void)Deviate("a forward", "finalize_backward(): this is another micro-batch");
-  if (!optimizer_seen_) return;
+  if (!user_.optimizer_seen) return;
   if (replayer_->Expected().kind != TriggerKind::kOptimizerStep || handover_.IsDropped()) return;
   Deviate("a forward", "optimizer.step(): this is another micro-batch");
 }
@@ -155,8 +156,8 @@ void Runtime::OptimizerSteps() {
   const auto self = shared_from_this();  // the end of a fallback may replace this runtime
   // Optimizers in the backward are the plan's, or a hook's on a gradient.
   if (torch::autograd::get_current_graph_task_id() != -1) return;
-  optimizer_seen_ = true;
-  GiveUpIfInterrupted(forward_root_);  // nothing is stepped with gradients of half a backward
+  user_.optimizer_seen = true;
+  GiveUpIfInterrupted(now_.forward_root);  // nothing is stepped with gradients of half a backward
   if (fallback_.active()) {
     EndFallback();
   } else if (!BetweenSteps()) {
@@ -169,15 +170,16 @@ void Runtime::OptimizerSteps() {
 }
 
 void Runtime::OptimizerStepped() {
-  if (recorder_ && torch::autograd::get_current_graph_task_id() == -1) OrThrow(recorder_->EndSegment());
+  if (recording_.recorder && torch::autograd::get_current_graph_task_id() == -1)
+    OrThrow(recording_.recorder->EndSegment());
 }
 
 void Runtime::StartRecording(RecorderOptions options) {
   const ReleaseLock unlocked(lock_);
   OrThrow(replayer_->SetRecorder(nullptr));
-  recorder_ = std::make_unique<StepRecorder>(*plan_, std::move(options));
-  facts_ = device_->Facts();
-  OrThrow(replayer_->SetRecorder(recorder_.get()));
+  recording_.recorder = std::make_unique<StepRecorder>(*plan_, std::move(options));
+  recording_.facts = device_->Facts();
+  OrThrow(replayer_->SetRecorder(recording_.recorder.get()));
 }
 
 std::string ParameterText(const Plan& plan, UnitId unit, std::int32_t parameter) {
@@ -185,14 +187,14 @@ std::string ParameterText(const Plan& plan, UnitId unit, std::int32_t parameter)
 }
 
 std::string Runtime::StopRecording() {
-  if (!recorder_) return {};
+  if (!recording_.recorder) return {};
   const ReleaseLock unlocked(lock_);
   OrThrow(replayer_->SetRecorder(nullptr));
-  const std::unique_ptr<StepRecorder> recorder = std::move(recorder_);
+  const std::unique_ptr<StepRecorder> recorder = std::move(recording_.recorder);
   Result<Recording> recording = recorder->Finish();
   if (!recording) Throw(recording.error());
   DeviceFacts facts = device_->Facts();
-  facts.cache_releases -= facts_.cache_releases;
+  facts.cache_releases -= recording_.facts.cache_releases;
   return ToJson(*recording, *plan_, rank_, facts);
 }
 
@@ -200,7 +202,7 @@ void Runtime::EndFallback() {
   const auto self = shared_from_this();
   fallback_.CheckTogether(TriggerKind::kStepEnd, -1);
   const std::vector<UnitId> left = on_demand_.UnitsWithGradients();
-  if (optimizer_seen_ && !std::ranges::all_of(left, [&](UnitId unit) { return Reduces(unit); })) {
+  if (user_.optimizer_seen && !std::ranges::all_of(left, [&](UnitId unit) { return Reduces(unit); })) {
     throw TrainingError(
         ErrorCode::kUsage,
         "optimizer.step() is called while gradients are not reduced, because "
@@ -213,8 +215,8 @@ void Runtime::EndFallback() {
 // it: from outside of a backward, whose end never came, or where the outermost unit has not been left.
 void Runtime::GiveUpIfInterrupted(UnitId entered) {
   if (torch::autograd::get_current_graph_task_id() != -1) return;
-  const bool in_backward = backward_end_queued_;
-  const bool in_forward = forward_root_ == entered && forward_root_ != kNoUnit;
+  const bool in_backward = now_.backward_end_queued;
+  const bool in_forward = now_.forward_root == entered && now_.forward_root != kNoUnit;
   if (!in_backward && !in_forward) return;
   Abandon();
   options_.warn(fmt::format(
@@ -242,10 +244,10 @@ void Runtime::Abandon() {
   handover_.Forget();
   groups_.Forget();
   fallback_.Abandon();
-  forward_root_ = evaluation_root_ = kNoUnit;
-  backward_end_queued_ = false;
-  full_precision_forwards_.clear();
-  backwards_ = 0;
+  now_.forward_root = now_.evaluation_root = kNoUnit;
+  now_.backward_end_queued = false;
+  now_.full_precision_forwards.clear();
+  now_.backwards = 0;
   const ReleaseLock unlocked(lock_);
   OrThrow(replayer_->Restart());
 }

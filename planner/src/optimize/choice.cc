@@ -44,10 +44,10 @@ std::vector<UnitRule> RulesOf(const Job& job, const Choice& choice) {
       rule.group = rule.modules.size() > 1 && !choice.fsdp1;
       if (!job.keeps_reshard && !choice.fsdp1) {
         const bool kept = left <= choice.kept;
-        const bool parted = choice.part > 1 && left - choice.kept <= choice.parted;
-        rule.reshard_after_forward = kept     ? ReshardAfterForward(false)
-                                     : parted ? ReshardAfterForward(choice.part)
-                                              : ReshardAfterForward(true);
+        const bool in_smaller_mesh = choice.part > 1 && left - choice.kept <= choice.post_forward_units;
+        rule.reshard_after_forward = kept              ? ReshardAfterForward(false)
+                                     : in_smaller_mesh ? ReshardAfterForward(choice.part)
+                                                       : ReshardAfterForward(true);
       }
       --left;
       AddParts(job, choice, rule, rules);
@@ -75,7 +75,8 @@ bool KeepsPartsOver(const Choice& choice) { return KeepsOver(choice) && choice.p
 
 // Of the units that are kept, whole or in part, over all micro-batches but the last.
 void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, StepProgram& step) {
-  if (choice.kept >= UnitCount(choice) || (KeepsPartsOver(choice) && choice.parted == kAllUnits)) {
+  if (choice.kept >= UnitCount(choice) ||
+      (KeepsPartsOver(choice) && choice.post_forward_units == kAllUnits)) {
     step.push_back(Set("set_reshard_after_backward", reshard));
     return;
   }
@@ -102,10 +103,10 @@ void SetReductions(const Job& job, const Strategy& strategy, const Choice& choic
   if (ReducesOnce(choice)) step.push_back(Set("set_requires_gradient_sync", last));
   SetOfLast(job, strategy, choice, choice.accumulated, "set_requires_gradient_sync", last, step);
   if (!LeavesRest(choice)) return;
-  if (choice.rested == kAllUnits) {
+  if (choice.outer_reduced_last == kAllUnits) {
     step.push_back(Set("set_requires_all_reduce", last));
   } else {
-    SetOfLast(job, strategy, choice, choice.rested, "set_requires_all_reduce", last, step);
+    SetOfLast(job, strategy, choice, choice.outer_reduced_last, "set_requires_all_reduce", last, step);
   }
 }
 
@@ -212,8 +213,9 @@ std::string ReshardText(const Job& job, const Choice& choice) {
   std::string others = "the others freed";
   if (effective.part > 1) {
     const std::string kept = fmt::format("kept on {} ranks", effective.part);
-    others = effective.parted == kAllUnits ? "the others " + kept
-                                           : fmt::format("{} {}, the others freed", effective.parted, kept);
+    others = effective.post_forward_units == kAllUnits
+                 ? "the others " + kept
+                 : fmt::format("{} {}, the others freed", effective.post_forward_units, kept);
   }
   return fmt::format("{} of {} units kept whole after the forward, {}, the root {}",
                      std::min(choice.kept, units), units, others, choice.root_freed ? "freed" : "kept");
@@ -239,11 +241,11 @@ std::string AccumulationText(const Job& job, const Choice& choice) {
     return fmt::format("{}; those of the last {} units in the last micro-batch",
                        AccumulationText(job, others), accumulated);
   }
-  if (const std::int32_t rested = Effective(job, choice).rested; rested < kAllUnits) {
+  if (const std::int32_t last_units = Effective(job, choice).outer_reduced_last; last_units < kAllUnits) {
     Choice others = choice;
-    others.rested = kAllUnits;
+    others.outer_reduced_last = kAllUnits;
     return fmt::format("{}; those of all but the last {} units in every micro-batch",
-                       AccumulationText(job, others), rested);
+                       AccumulationText(job, others), last_units);
   }
   switch (choice.accumulation) {
     case Accumulation::kEach:
@@ -318,8 +320,8 @@ std::vector<ShardDimRule> EvenDims(const Trace& trace, std::int64_t shards) {
 
 std::string LayoutText(const Job& job, const Choice& choice) {
   if (job.keeps_layout) return "as given";
-  if (!Effective(job, choice).even) return "parameters are cut by rows";
-  return fmt::format("{} parameters of few rows are cut along another dimension", job.even_dims.size());
+  if (!Effective(job, choice).cuts_divisible_dims) return "parameters are cut by rows";
+  return fmt::format("{} parameters of few rows are cut along another dimension", job.divisible_dims.size());
 }
 
 }  // namespace
@@ -350,7 +352,7 @@ Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
     if (dim.name == "replicate") job.replicas = dim.size;
   }
   if (job.replicas > 1) job.shards = ranks / job.replicas;
-  job.even_dims = EvenDims(trace, job.shards);
+  job.divisible_dims = EvenDims(trace, job.shards);
   job.plain_loop = strategy.program.size() == 1 && IsPlainLoop(strategy.program.front(), job.microbatches);
   if (!job.plain_loop) job.microbatches = 1;
   return job;
@@ -375,7 +377,7 @@ Strategy StrategyOf(const Job& job, const Choice& given) {
   if (job.microbatches > 1 && !job.keeps_accumulation)
     strategy.fsdp2.part_after_backward = KeepsPartsOver(choice);
   if (!job.keeps_reduction) strategy.fsdp2.inner_reduce_ranks = Effective(job, choice).inner;
-  if (Effective(job, choice).even) strategy.fsdp2.shard_dims = job.even_dims;
+  if (Effective(job, choice).cuts_divisible_dims) strategy.fsdp2.shard_dims = job.divisible_dims;
   strategy.cpu_offload = job.strategy.cpu_offload || choice.offload;
   if (choice.fsdp1) {
     SetFsdp1(job, choice, strategy);
@@ -426,7 +428,7 @@ Choice Effective(const Job& job, Choice choice) {
   if (choice.fsdp1) {
     choice.kept = none.kept;
     choice.part = none.part;
-    choice.parted = none.parted;
+    choice.post_forward_units = none.post_forward_units;
     choice.root_freed = none.root_freed;
     choice.in_flight = none.in_flight;
     choice.own_communicator = none.own_communicator;
@@ -436,18 +438,20 @@ Choice Effective(const Job& job, Choice choice) {
     choice.backward_prefetch = none.backward_prefetch;
     const std::int32_t units = job.keeps_units ? 1 : UnitCount(choice);
     choice.kept = std::min(choice.kept, units);
-    choice.parted = std::clamp(choice.parted, 0, units - choice.kept);
-    if (choice.part <= 1 || choice.parted == 0) choice.part = none.part;
-    if (choice.part == none.part || choice.parted == units - choice.kept) choice.parted = none.parted;
+    choice.post_forward_units = std::clamp(choice.post_forward_units, 0, units - choice.kept);
+    if (choice.part <= 1 || choice.post_forward_units == 0) choice.part = none.part;
+    if (choice.part == none.part || choice.post_forward_units == units - choice.kept)
+      choice.post_forward_units = none.post_forward_units;
   }
   if (choice.fsdp1 || choice.inner <= 1 || choice.inner >= job.shards || job.shards % choice.inner != 0)
     choice.inner = none.inner;
   if (job.of_pytorch) LeaveOutWhatFsdp2Lacks(job, choice);
-  if (LeavesRest(choice) && (!HasRest(job, choice) || choice.rested <= 0))
+  if (LeavesRest(choice) && (!HasRest(job, choice) || choice.outer_reduced_last <= 0))
     choice.accumulation = KeepsOver(choice) ? Accumulation::kEachKept : Accumulation::kEach;
-  if (!LeavesRest(choice) || job.keeps_units || choice.rested >= UnitCount(choice))
-    choice.rested = none.rested;
-  choice.even = choice.even && !choice.fsdp1 && !job.even_dims.empty() && !job.keeps_layout;
+  if (!LeavesRest(choice) || job.keeps_units || choice.outer_reduced_last >= UnitCount(choice))
+    choice.outer_reduced_last = none.outer_reduced_last;
+  choice.cuts_divisible_dims =
+      choice.cuts_divisible_dims && !choice.fsdp1 && !job.divisible_dims.empty() && !job.keeps_layout;
   const bool may_accumulate =
       !choice.fsdp1 && DecidesAccumulation(job) && !job.keeps_units && !ReducesOnce(choice);
   choice.accumulated =
@@ -492,11 +496,11 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
   if (decision == "reshard") {
     choice.kept = other.kept;
     choice.part = other.part;
-    choice.parted = other.parted;
+    choice.post_forward_units = other.post_forward_units;
     choice.root_freed = other.root_freed;
     choice.grad_op = other.grad_op;
   }
-  if (decision == "layout") choice.even = other.even;
+  if (decision == "layout") choice.cuts_divisible_dims = other.cuts_divisible_dims;
   if (decision == "checkpoint") {
     choice.recomputed = other.recomputed;
     choice.children = other.children;
@@ -507,7 +511,7 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
   if (decision == "accumulation") {
     choice.accumulation = other.accumulation;
     choice.accumulated = other.accumulated;
-    choice.rested = other.rested;
+    choice.outer_reduced_last = other.outer_reduced_last;
   }
   if (decision == "reduction") choice.inner = other.inner;
   if (decision == "prefetch") {

@@ -13,9 +13,10 @@
 
 namespace shardplan::optimize {
 
-// When gradients are reduced, and parameters kept, over the micro-batches of a step.
-// Reduced in each or in the last, or over the shards (or the inner ranks of two levels) in each and the rest
-// of the way in the last; kept: what is kept after the forward, whole or in part, is until the next one.
+// When gradients are reduced, and parameters kept, over the micro-batches of a step. kEach, kLast: reduced in
+// each micro-batch, or in the last. kRestLast: the inner level (the shards, or the inner ranks of two levels)
+// in each, the outer level in the last. ...Kept: parameters that are kept after the forward, whole or in
+// part, stay until the next forward.
 enum class Accumulation : std::uint8_t { kEach, kEachKept, kLast, kLastKept, kRestLast, kRestLastKept };
 
 // A number of units: all that there are, and the root.
@@ -23,23 +24,25 @@ inline constexpr std::int32_t kAllUnits = std::numeric_limits<std::int32_t>::max
 
 struct Choice {
   bool fsdp1 = false;
-  // How many neighbours of the chain are in each unit, from its begin; what is behind is the root's.
-  // A negative number: so many are the root's.
+  // Numbers of neighbours of the chain in each unit, from the chain's begin; the root has the modules behind
+  // them. A negative number: so many modules are the root's.
   std::vector<std::int32_t> units;
   bool in_parts = false;  // ModelChain::parts of each block are units of their own, handled as its unit is
   std::int32_t kept = 0;  // units from the end that are not freed after the forward
-  std::int64_t part = 0;  // of the others these are kept on so many ranks; 0: freed
-  std::int32_t parted = kAllUnits;  // so many of the others, from the end; what is left is freed
-  bool root_freed = false;          // the root's own parameters are, too
-  bool even = false;                // parameters of few rows are cut along Job::even_dims
-  std::int32_t prefetch = 0;        // units ahead, in both passes; 0: as PyTorch by default
-  std::int32_t in_flight = 1;       // inputs of reduce-scatters
-  bool own_communicator = false;    // of the reduce-scatters
+  std::int64_t part = 0;  // ranks of the smaller mesh that post_forward_units are kept on; 0: freed
+  // Units before the kept ones, from the end, that are kept on the smaller mesh. Those before them are freed.
+  std::int32_t post_forward_units = kAllUnits;
+  bool root_freed = false;           // the root's own parameters are, too
+  bool cuts_divisible_dims = false;  // parameters of few rows are cut along Job::divisible_dims
+  std::int32_t prefetch = 0;         // units ahead, in both passes; 0: as PyTorch by default
+  std::int32_t in_flight = 1;        // inputs of reduce-scatters
+  bool own_communicator = false;     // of the reduce-scatters
   Accumulation accumulation = Accumulation::kEach;
   std::int64_t inner = 0;        // ranks of the first of two levels of reductions; 0: one level
   std::int32_t accumulated = 0;  // units from the end that are reduced in the last micro-batch all the same
-  // kRestLast, kRestLastKept: of so many units from the end. Those of the others are reduced in each.
-  std::int32_t rested = kAllUnits;
+  // kRestLast, kRestLastKept: units from the end whose outer level waits for the last micro-batch. The others
+  // are reduced in each.
+  std::int32_t outer_reduced_last = kAllUnits;
   std::int32_t recomputed = 0;        // blocks from the first that are recomputed
   std::vector<std::string> children;  // of which only these modules are; empty: they are as a whole
   std::vector<std::string> rest;      // these modules of the other blocks are, too
@@ -65,8 +68,8 @@ struct Job {
   std::int64_t shards = 1, replicas = 1;
   std::int64_t node_ranks = 8;
   std::int32_t microbatches = 1;
-  // Of parameters whose rows the ranks pad by a quarter and more: another dimension, which they divide.
-  std::vector<ShardDimRule> even_dims;
+  // For parameters whose rows the ranks pad by a quarter and more: another dimension, which the ranks divide.
+  std::vector<ShardDimRule> divisible_dims;
   bool of_pytorch = false;  // only what the planned release's FSDP2 has a call for
   bool plain_loop = false;  // the program is what `--accumulate` makes: it may be written anew
   bool keeps_units = false, keeps_reshard = false, keeps_prefetch = false, keeps_checkpoint = false,

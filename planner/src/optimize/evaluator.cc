@@ -9,7 +9,7 @@
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/lower_bound.h"
-#include "shardplan/simulator/pooled_memory.h"
+#include "shardplan/simulator/memory_profile.h"
 #include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan::optimize {

@@ -15,7 +15,7 @@
 #include "shardplan/planner/optimize.h"
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/trace.h"
-#include "shardplan/simulator/device_fit.h"
+#include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan::optimize {
 
@@ -43,8 +43,8 @@ class Evaluator {
   // Of each choice. Once the search has to end, what is not known yet is not planned.
   // `even_late`: only a signal keeps it from that, and it does not count for the limit.
   std::vector<Evaluation> Evaluate(const std::vector<Choice>& choices, bool even_late = false);
-  // Whether a choice that was planned fits, by the allocator's model (device_fit.h). Where OptimizeOptions
-  // allow no release of the cache, one says that it does not.
+  // Whether a choice that was planned fits, by the allocator's model (reserved_memory.h). Where
+  // OptimizeOptions allow no release of the cache, one says that it does not.
   bool Fits(const Choice& choice);
   // Evaluation::work_ns with so much more to compute.
   Nanoseconds WorkWith(const Evaluation& evaluation, Nanoseconds more) const;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <set>
 
-#include "shardplan/planner/frameworks.h"
+#include "shardplan/planner/planner.h"
 
 namespace shardplan::optimize {
 namespace {
@@ -46,7 +46,7 @@ Choice InTwoLevels(const Job& job, Choice choice, std::int64_t inner) {
   if (DecidesAccumulation(job))
     choice.accumulation = KeepsOver(choice) ? Accumulation::kRestLastKept : Accumulation::kRestLast;
   choice.accumulated = 0;
-  choice.rested = kAllUnits;
+  choice.outer_reduced_last = kAllUnits;
   return choice;
 }
 
@@ -169,8 +169,8 @@ void AddReshardMoves(const Job& job, const Choice& from, std::vector<Choice>& mo
   add([](Choice& c) { c.part = 0; });
   for (const std::int64_t part : Parts(job)) add([&](Choice& c) { c.part = part; });
   if (from.part <= 1) return;
-  for (const std::int32_t count : CountsBeside(from.parted, units - kept))
-    add([&](Choice& c) { c.parted = count; });
+  for (const std::int32_t count : CountsBeside(from.post_forward_units, units - kept))
+    add([&](Choice& c) { c.post_forward_units = count; });
 }
 
 void AddCheckpointMoves(const Job& job, const OptimizeOptions& options, const Choice& from,
@@ -208,9 +208,9 @@ void AddCheckpointMoves(const Job& job, const OptimizeOptions& options, const Ch
 }
 
 void AddLayoutMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
-  if (job.keeps_layout || job.even_dims.empty() || from.fsdp1) return;
+  if (job.keeps_layout || job.divisible_dims.empty() || from.fsdp1) return;
   moves.push_back(from);
-  moves.back().even = !from.even;
+  moves.back().cuts_divisible_dims = !from.cuts_divisible_dims;
   moves.back().part = 0;  // what is cut along another dimension has no smaller mesh
 }
 
@@ -224,7 +224,7 @@ void AddAccumulationMoves(const Job& job, const Choice& from, std::vector<Choice
     next = Effective(job, std::move(next));
     if (next != Effective(job, from)) moves.push_back(std::move(next));
   };
-  for (const auto waiting : {&Choice::accumulated, &Choice::rested}) {
+  for (const auto waiting : {&Choice::accumulated, &Choice::outer_reduced_last}) {
     for (const std::int32_t count : CountsBeside(from.*waiting, units)) {
       Choice next = from;
       next.*waiting = count;
@@ -429,10 +429,10 @@ std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options, Ends
   for (const std::int32_t size : {1, 2}) {
     Choice base{.units = UnitsOfBlocks(job.chain, size, ends)};
     if (options.may_checkpoint && !job.keeps_checkpoint) base.recomputed = job.chain.blocks;
-    base.even = !job.even_dims.empty() && !job.keeps_layout;
+    base.cuts_divisible_dims = !job.divisible_dims.empty() && !job.keeps_layout;
     const Choice in_levels = MayReduceInTwoLevels(job) ? InTwoLevels(job, base, NodePart(job)) : base;
     for (const bool parts : {true, false}) {
-      if (parts && (job.keeps_reshard || base.even || NodePart(job) < 2)) continue;
+      if (parts && (job.keeps_reshard || base.cuts_divisible_dims || NodePart(job) < 2)) continue;
       for (const bool rest : {true, false}) {
         Choice choice = rest ? in_levels : base;
         if (rest ? !HasRest(job, choice) : !parts) continue;
@@ -536,8 +536,8 @@ std::vector<Choice> Frugal(const Job& job, const OptimizeOptions& options) {
       frugal.back().recomputed = 0;
       frugal.back().offloaded = job.chain.blocks;
     }
-    if (job.even_dims.empty() || job.keeps_layout || fsdp1) continue;
-    choice.even = true;
+    if (job.divisible_dims.empty() || job.keeps_layout || fsdp1) continue;
+    choice.cuts_divisible_dims = true;
     frugal.push_back(std::move(choice));
   }
   return frugal;

@@ -19,7 +19,7 @@ struct NamedChoice {
 
 // FSDP2 as it is by default, and as torchtitan wraps; FSDP1.
 std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& options);
-// The grid of what people turn, without the knobs that change nothing but the order of the same work.
+// The grid of common knobs, without those that change only the order of the same work.
 std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options);
 // Those of the grid that recompute nothing, with reductions in two levels, the first within a node.
 std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid);

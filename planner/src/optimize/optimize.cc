@@ -16,11 +16,11 @@
 #include "optimize/search.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/pytorch_version.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/cost_model.h"
-#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "optimize/search.h"
 #include "shardplan/schemas/assert.h"
-#include "shardplan/simulator/sensitivity.h"
+#include "shardplan/simulator/simulate.h"
 
 namespace shardplan::optimize {
 namespace {

@@ -136,7 +136,8 @@ void Search::TryWholeGrid(const std::vector<Choice>& grid) {
 void Search::TryTrades(const Choice& best) {
   if (job_.keeps_units || best.fsdp1) return;
   std::vector<std::int32_t Choice::*> counts = {&Choice::kept};
-  if (job_.microbatches > 1) counts = {&Choice::kept, &Choice::parted, &Choice::rested, &Choice::accumulated};
+  if (job_.microbatches > 1)
+    counts = {&Choice::kept, &Choice::post_forward_units, &Choice::outer_reduced_last, &Choice::accumulated};
   const Choice from = Effective(job_, best);
   const auto units = static_cast<std::int32_t>(from.units.size());
   const std::vector<Choice> others = OtherRoom(job_, from);
@@ -219,7 +220,7 @@ void Search::TryRecomputationOf(const Choice& fastest, std::int64_t part) {
       from.kept = share == 0 ? 0 : static_cast<std::int32_t>(cut.size()) / share;
       FitRecomputationOf(from);
     }
-    if (part <= 1 || from.even) continue;
+    if (part <= 1 || from.cuts_divisible_dims) continue;
     from.part = part;
     FitRecomputationOf(from);
   }
@@ -338,9 +339,9 @@ bool Search::TryWaitingOf(const std::vector<Choice>& waiting) {
   for (const Choice& all : waiting) {
     using Count = std::int32_t Choice::*;
     const bool rest = Effective(job_, all).accumulation == Accumulation::kRestLastKept;
-    const Count waits = rest ? &Choice::rested : &Choice::accumulated;
-    for (const auto& [first, second] :
-         {std::pair<Count, Count>(&Choice::parted, waits), {waits, &Choice::parted}}) {
+    const Count waits = rest ? &Choice::outer_reduced_last : &Choice::accumulated;
+    for (const auto& [first, second] : {std::pair<Count, Count>(&Choice::post_forward_units, waits),
+                                        {waits, &Choice::post_forward_units}}) {
       Choice none = all;
       none.*second = 0;
       std::vector<std::int32_t> most;
@@ -406,9 +407,9 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
                        [](const Choice& choice) { return choice.recomputed == 0; });
   // Where ranks would pad much, nothing of the grid may fit as people set it.
   for (Choice choice : grid) {
-    if (job_.even_dims.empty() || job_.keeps_layout) break;
+    if (job_.divisible_dims.empty() || job_.keeps_layout) break;
     if (choice.recomputed > 0 || choice.part > 1 || choice.fsdp1) continue;
-    choice.even = true;
+    choice.cuts_divisible_dims = true;
     beginnings.push_back(std::move(choice));
   }
   std::ranges::copy(TwoLevels(job_, grid), std::back_inserter(beginnings));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the best of what people set to the best next to it, until nothing next to it is better.
+// Hill climbing from the best common setting: the best neighbour counts, until no neighbour is better.
 #pragma once
 
 #include <map>

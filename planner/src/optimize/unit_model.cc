@@ -190,8 +190,9 @@ std::int64_t UnitModel::StepOf(const std::vector<std::int32_t>& units, const Cho
   for (const auto& [ranks, table] : parts_) {
     if (from.part == ranks) part = &table;
   }
-  const bool all_parted = from.parted == kAllUnits || from.kept >= modules_;
-  const std::int32_t part_from = all_parted ? 0 : BeginOfLast(from, from.kept + from.parted);
+  const bool all_in_smaller_mesh = from.post_forward_units == kAllUnits || from.kept >= modules_;
+  const std::int32_t part_from =
+      all_in_smaller_mesh ? 0 : BeginOfLast(from, from.kept + from.post_forward_units);
   std::vector<Piece> compute, link;
   for (std::int32_t u = 0; u < count; ++u) {
     link.push_back({At(gather_, ends[u], ends[u + 1]), u - ahead - 1});
@@ -251,12 +252,12 @@ std::vector<std::int32_t> UnitModel::Improved(std::vector<std::int32_t> units, c
 std::vector<Choice> UnitModel::BestCuts(const Choice& from, std::size_t most) const {
   std::vector<std::pair<std::int64_t, Choice>> cuts;
   for (std::int32_t count = 1; count <= modules_; ++count) {
-    std::vector<std::int32_t> even;
+    std::vector<std::int32_t> equal;
     for (std::int32_t u = 0; u < count; ++u)
-      even.push_back(modules_ * (u + 1) / count - modules_ * u / count);
+      equal.push_back(modules_ * (u + 1) / count - modules_ * u / count);
     std::int64_t step_ns = 0;
     Choice choice = from;
-    choice.units = Improved(std::move(even), from, step_ns);
+    choice.units = Improved(std::move(equal), from, step_ns);
     const std::int32_t kept_from = BeginOfLast(from, from.kept);
     std::int32_t begin = 0;
     choice.kept = 0;

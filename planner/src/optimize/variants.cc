@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The variants of a job, and the fastest of their plans.
-#include "shardplan/planner/variants.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,6 +8,7 @@
 
 #include "optimize/outlook.h"
 #include "optimize/prices.h"
+#include "shardplan/planner/optimize.h"
 #include "shardplan/schemas/program.h"
 #include "shardplan/simulator/cost_model.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "shardplan/schemas/instruction_set.h"
-#include "shardplan/schemas/instruction_sharing.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 namespace {

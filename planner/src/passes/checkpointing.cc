@@ -33,7 +33,7 @@
 
 #include "passes/checkpoint_regions.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/trace_check.h"
+#include "shardplan/schemas/checks.h"
 #include "units/model_index.h"
 
 namespace shardplan {

@@ -4,7 +4,7 @@
 #include <utility>
 #include <variant>
 
-#include "shardplan/simulator/device_fit.h"
+#include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan {
 namespace {

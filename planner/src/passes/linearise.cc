@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "shardplan/schemas/assert.h"
-#include "shardplan/schemas/instruction_sharing.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 
-#include "shardplan/schemas/activations.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/instruction_set.h"

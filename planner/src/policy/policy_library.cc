@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/planner/policy_library.h"
-
 #include <dlfcn.h>
 #include <fmt/format.h>
 
@@ -9,6 +7,7 @@
 #include <filesystem>
 #include <string_view>
 
+#include "shardplan/planner/policy.h"
 #include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan {

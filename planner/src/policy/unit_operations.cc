@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/planner/unit_operations.h"
-
 #include <fmt/format.h>
 
 #include <numeric>
@@ -14,6 +12,7 @@
 #include "policy/fsdp2/fully_shard.h"
 #include "policy/fsdp2/param_groups.h"
 #include "policy/optimizer_memory.h"
+#include "shardplan/planner/policy.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/pytorch_rules.h"
 #include "units/model_index.h"

@@ -10,7 +10,7 @@
 #include <set>
 #include <utility>
 
-#include "shardplan/planner/frameworks.h"
+#include "shardplan/planner/planner.h"
 
 namespace shardplan {
 namespace {

@@ -10,8 +10,8 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/precision.h"
-#include "shardplan/schemas/trace_check.h"
 #include "units/unit_maker.h"
 #include "units/unit_parameters.h"
 

@@ -16,7 +16,7 @@ class FileSink {
   // `kept`: what the file has of an earlier run; it is read back instead of written, as far as it goes.
   static Result<FileSink> Open(const std::string& folder, const OutputFile& output, WrittenPart kept);
 
-  // Of a step, in order: its literal, then its data in pieces.
+  // The parts of a step, in order: its literal, then its data in pieces.
   Status Literal(std::int32_t step);
   Status Data(std::int32_t step, const char* bytes, std::int64_t count);
   // Whether the next `count` bytes are there already. They are not written again.
@@ -54,7 +54,7 @@ class FileSink {
   std::vector<char> buffer_;
 };
 
-// What the file has is on the disk.
+// Flushes the file's bytes to the disk.
 Status FlushFile(const std::string& path);
 
 // The CRC-32 and the size of a file. kEnvironment: it cannot be read.

@@ -18,7 +18,7 @@ std::string FirstLine(const std::string& fingerprint) {
   return fmt::format("{} {}", kFirstWord, fingerprint);
 }
 
-// A line "<crc32> <bytes> <file>". What a killed process did not end is no line.
+// A line "<crc32> <bytes> <file>". A line that a killed process did not end does not count.
 bool ParseLine(const std::string& line, std::map<std::string, WrittenPart>& written) {
   std::istringstream in(line);
   WrittenPart part;

@@ -23,7 +23,7 @@ class Journal {
   // Opens or begins the one of a folder, alone: kEnvironment where another process has it. Entries of another
   // `fingerprint` are dropped, and `is_same` is false.
   static Result<Journal> Open(const std::string& folder, const std::string& fingerprint);
-  // What a folder has, by file; empty where it is of another fingerprint, or has none.
+  // The written parts of a folder, by file; empty where it is of another fingerprint, or has none.
   static std::map<std::string, WrittenPart> Read(const std::string& folder, const std::string& fingerprint);
 
   bool is_same() const { return is_same_; }

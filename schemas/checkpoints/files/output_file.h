@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a file of a checkpoint will hold: bytes that are known, and tensors' elements between them.
+// The contents of a checkpoint's file to be written: known bytes, and tensors' elements between them.
 #pragma once
 
 #include <cstdint>

@@ -8,7 +8,6 @@
 
 #include "checkpoints/files/output_file.h"
 #include "shardplan/checkpoints/checkpoint.h"
-#include "shardplan/checkpoints/state_checkpoint.h"
 
 namespace shardplan {
 

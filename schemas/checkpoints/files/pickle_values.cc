@@ -8,7 +8,7 @@
 namespace shardplan {
 namespace {
 
-// Sorted. What torch.load(weights_only=True) lets through of containers and tensors, and the classes of
+// Sorted. Containers and tensors that torch.load(weights_only=True) lets through, and the classes of
 // torch.distributed.checkpoint's metadata.
 constexpr auto kGlobals = std::to_array<std::string_view>({
     "__builtin__ bool",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a path holds, told from its bytes.
+// The kind of checkpoint that a path holds, told from its bytes.
 #include <fmt/format.h>
 
 #include <algorithm>

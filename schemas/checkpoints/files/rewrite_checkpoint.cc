@@ -225,7 +225,7 @@ class Rewriter {
     std::int64_t entry_at = kept.bytes;
     for (Buffer& buffer : buffers_) buffer.used_by = 0;
     WriteWorker worker;
-    // What is written after a piece, by the worker: an entry of the journal now and then.
+    // The worker writes an entry of the journal now and then, after a piece.
     const std::function<Status()> note = [&]() -> Status {
       const WrittenPart part = sink->written();
       // An entry over wrong bytes would have the next run take them for right, were this one killed.

@@ -4,9 +4,10 @@
 //
 // [Note: shards in safetensors]
 // torch.distributed.checkpoint's HuggingFaceStorageWriter(save_distributed=True) writes a file for each rank,
-// without an index. A tensor's name is in several of them, each with the shape of its part. Where the part
-// lies is in the header's __metadata__, as JSON in text: DCP_SHARDING_INFO, {name: {"saved_offsets": [...]}}.
-// The whole shape is nowhere: it is where the parts end. So one file says nothing of what the others have.
+// without an index. A tensor's name is in several of them, each with the shape of its part. The header's
+// __metadata__ has the place of the part, as JSON in text: DCP_SHARDING_INFO, {name: {"saved_offsets":
+// [...]}}. The whole shape is nowhere: it is where the parts end. So one file says nothing of what the others
+// have.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -116,7 +117,7 @@ class SafetensorsReader {
 
   using Offsets = std::map<std::string, std::vector<std::int64_t>, std::less<>>;
 
-  // Where the file's tensors lie in the whole ones; nothing: they are whole.
+  // The places of the file's tensors in the whole ones; nothing: they are whole.
   static Result<std::optional<Offsets>> OffsetsOf(const InputFile& file, const JsonTape& tape) {
     const JsonIndex metadata = tape.Find(0, "__metadata__");
     if (metadata == 0 || tape[metadata].kind != JsonKind::kObject) return std::nullopt;

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // A state in memory as a torch.distributed.checkpoint directory, and boxes of checkpoints into memory.
-#include "shardplan/checkpoints/state_checkpoint.h"
-
 #include <fcntl.h>
 #include <fmt/format.h>
 
@@ -15,6 +13,7 @@
 #include "checkpoints/files/outputs.h"
 #include "checkpoints/layouts/part_boxes.h"
 #include "documents/descriptor.h"
+#include "shardplan/checkpoints/checkpoint.h"
 
 namespace shardplan {
 namespace {

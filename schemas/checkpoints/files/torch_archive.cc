@@ -30,7 +30,7 @@ constexpr auto kStorages = std::to_array<std::pair<std::string_view, DType>>({
     {"torch ComplexDoubleStorage", DType::kComplex128},
 });
 
-// What may be called to make a tensor, with the position of its dtype (0: that of the storage).
+// Functions that may be called to make a tensor, with the position of its dtype (0: that of the storage).
 struct Rebuild {
   std::string_view name;
   std::size_t least_arguments, dtype_at;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What torch.save writes: a pickle and the bytes of storages, in a zip archive.
+// The format of torch.save: a pickle and the bytes of storages, in a zip archive.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ class TorchArchive {
 
  private:
   TorchArchive(ZipReader zip, Pickle pickle, std::int64_t pickle_at);
-  // Of a tensor's id, and of what rebuilds it.
+  // Takes a tensor's id, and what rebuilds it.
   Result<DType> DTypeOf(const PickleValue& made, const PickleValue& storage) const;
   Result<const ZipRecord*> StorageOf(const PickleValue& id) const;
 

@@ -70,7 +70,7 @@ class TorchSaveOutput final : public CheckpointOutput {
   }
 
  private:
-  // What a node with that key is: of a dict all keys that are no places.
+  // The kind of a node with that key: in a dict all keys are text but places.
   static CheckpointKey::Kind KindOf(const CheckpointKey& key) {
     return key.IsPlace() ? key.kind : CheckpointKey::Kind::kText;
   }

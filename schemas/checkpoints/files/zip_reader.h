@@ -26,10 +26,10 @@ class ZipReader {
   const InputFile& file() const { return *file_; }
   // The record whose name is `name` behind the archive's own first folder; nullptr: there is none.
   const ZipRecord* Find(std::string_view name) const;
-  // Where the record's bytes begin in the file; they are within the archive.
+  // The offset of the record's bytes in the file; they are within the archive.
   Result<std::int64_t> DataOffset(const ZipRecord& record) const;
   Result<std::string> ReadAll(const ZipRecord& record) const;
-  // Where the archive begins in the file.
+  // The offset of the archive in the file.
   std::int64_t begin() const { return begin_; }
 
  private:

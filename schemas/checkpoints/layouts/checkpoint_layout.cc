@@ -8,7 +8,7 @@
 #include <unordered_map>
 
 #include "shardplan/checkpoints/checkpoint.h"
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/precision.h"
 #include "shardplan/schemas/printable.h"
 
@@ -19,7 +19,8 @@ constexpr std::string_view kModelPrefix = "model.";
 constexpr std::string_view kStateWord = "state.";
 constexpr std::int64_t kFlatAlignmentBytes = 16;  // FSDP1's, with use_orig_params
 
-// What a tensor of a checkpoint is: of the parameter `fqn`, and `kind` of its states (empty: itself).
+// The role of a checkpoint's tensor: it belongs to the parameter `fqn`, as `kind` of its states (empty: as
+// the parameter itself).
 struct TensorRole {
   std::string fqn, kind;
 };

@@ -11,7 +11,7 @@
 
 #include "checkpoints/layouts/mesh_digits.h"
 #include "json/fields.h"
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/printable.h"
 
 namespace shardplan {

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "checkpoints/layouts/mesh_digits.h"
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/optimizers.h"
 
 namespace shardplan {
@@ -44,7 +44,7 @@ class LayoutOfPlan {
     return kinds;
   }
 
-  // Of every unit: the parameters (`state` is null), or one kind of state.
+  // Adds from every unit the parameters (`state` is null), or one kind of state.
   Status Add(const std::string& prefix, const OptimizerStateDescription* state) {
     const std::string suffix = state == nullptr ? "" : fmt::format(".{}", state->name);
     const bool is_step = state != nullptr && state->shape == StateShape::kScalar;

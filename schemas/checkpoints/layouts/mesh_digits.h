@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 
 namespace shardplan {
 

@@ -7,7 +7,7 @@
 #include <set>
 #include <tuple>
 
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 
 namespace shardplan {
 namespace {

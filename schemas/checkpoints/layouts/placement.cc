@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "checkpoints/layouts/mesh_digits.h"
-#include "shardplan/checkpoints/state_layout.h"
+#include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/printable.h"
 

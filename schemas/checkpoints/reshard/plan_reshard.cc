@@ -16,7 +16,7 @@
 namespace shardplan {
 namespace {
 
-// Where ranks hold the same, a group is planned in so many parts that each holder sends some of it.
+// If several ranks hold the same, a group is planned in so many parts that each holder sends some of it.
 constexpr std::int64_t kCopiesOfSender = 4;
 
 struct TensorsAlike {
@@ -25,7 +25,7 @@ struct TensorsAlike {
   const StateTensor* target = nullptr;
 };
 
-// What a part of the source and one of the target share.
+// Bytes that a part of the source and one of the target share.
 struct SharedBytes {
   const HeldPart* source = nullptr;
   const HeldPart* target = nullptr;
@@ -171,7 +171,7 @@ class ReshardPlanner {
   ReshardPlan plan_;
   std::vector<TensorsAlike> all_;
   std::vector<std::int64_t> sent_;  // bytes by rank of the source
-  // Of the group at hand: who sends of a part to a rank.
+  // By part and rank of the group at hand: the sender.
   std::map<std::pair<const HeldPart*, std::int64_t>, std::int64_t> senders_;
 };
 

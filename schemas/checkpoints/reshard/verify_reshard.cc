@@ -49,7 +49,7 @@ class TensorProof {
   TensorProof(const ReshardPlan& plan, const StateTensor& source, const StateTensor& target)
       : plan_(plan), source_(source), target_(target), element_bytes_(SizeBytes(target.dtype)) {}
 
-  // What is wrong first, and the copy at which; no copy: of the whole group.
+  // The first fault, and the copy at which it is; no copy: the whole group.
   struct Fault {
     std::optional<std::size_t> copy;
     std::string message;

@@ -11,7 +11,7 @@
 
 namespace shardplan {
 
-// What a list's elements are told apart by, where they have it: an FQN or a name; otherwise the position.
+// The key that tells a list's elements apart, if they have one: an FQN or a name; otherwise the position.
 std::string ElementKey(const void* element, const JsonObjectType* type, std::size_t position);
 template <typename T>
 std::string ElementKey(const T& element) {

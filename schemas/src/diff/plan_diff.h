@@ -25,7 +25,7 @@ std::vector<std::string> TableDifferences(const PlanPair& plans);
 std::vector<std::string> SegmentDifferences(const PlanPair& plans);
 // Triggers and instructions of every step.
 std::vector<std::string> ProgramDifferences(const PlanPair& plans);
-// What is done on demand.
+// Differences of what is done on demand.
 std::vector<std::string> ProcedureDifferences(const PlanPair& plans);
 
 }  // namespace shardplan

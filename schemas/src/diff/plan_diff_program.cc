@@ -213,7 +213,7 @@ class StepDiff {
            subject(a.line->text) == subject(b.line->text);
   }
 
-  // What is left of a trigger, unit by unit.
+  // Tells the rest of a trigger, unit by unit.
   void TellRest(std::vector<Leftover>& leftovers, const Plan& plan, const char* has, const char* has_not) {
     for (std::size_t i = 0; i < leftovers.size(); ++i) {
       if (leftovers[i].told) continue;

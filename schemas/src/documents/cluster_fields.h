@@ -10,7 +10,7 @@ namespace shardplan {
 
 inline constexpr std::int64_t kLongestSequence = std::int64_t{1} << 31;
 inline constexpr std::int64_t kWholePpm = 1'000'000;
-// Of one thing that the host issues, a kernel or a ring's step: an hour.
+// The limit for one thing that the host issues, a kernel or a ring's step: an hour.
 inline constexpr std::int64_t kLongestCost = 3'600'000'000'000;
 
 template <>

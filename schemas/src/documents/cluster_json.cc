@@ -6,7 +6,7 @@
 #include "documents/cluster_fields.h"
 #include "documents/document_json.h"
 #include "json/tables.h"
-#include "shardplan/schemas/cluster_check.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {

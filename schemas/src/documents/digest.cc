@@ -54,7 +54,7 @@ void Compress(State& state, const unsigned char* block) {
   for (std::size_t i = 0; i < 8; ++i) state[i] += add[i];
 }
 
-// Of bytes that come in pieces.
+// SHA-256 of bytes that come in pieces.
 class RunningDigest {
  public:
   void Add(std::string_view bytes) {

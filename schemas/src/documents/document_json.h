@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the readers of the documents have in common.
+// Helpers that the readers of the documents share.
 #pragma once
 
 #include <string_view>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the field lists of a plan cannot say and later code relies on.
+// Rules of a plan that the field lists cannot say and later code relies on.
 #pragma once
 
 #include "shardplan/schemas/error.h"

@@ -8,8 +8,8 @@
 #include "documents/trace_fields.h"
 #include "json/fields.h"
 #include "json/types.h"
-#include "shardplan/schemas/instruction_sharing.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 

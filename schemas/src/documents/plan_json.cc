@@ -8,9 +8,8 @@
 #include "documents/plan_fields.h"
 #include "json/tables.h"
 #include "names/plan_names.h"
-#include "shardplan/schemas/cluster_check.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/plan_tables.h"
 
 namespace shardplan {
 

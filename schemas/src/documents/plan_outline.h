@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the parts of a plan's JSON text are: the elements of its long lists.
+// Positions of the parts of a plan's JSON text: the elements of its long lists.
 #pragma once
 
 #include <array>

@@ -48,10 +48,10 @@ struct Repeats<Trigger> {
     }
   };
 
-  // Writes the repetition out behind `triggers`. What was expected instead where it cannot be; "": it is
+  // Writes the repetition out behind `triggers`. Returns what was expected instead if it cannot be; "": it is
   // done.
   static std::string Append(std::vector<Trigger>& triggers, const RepeatedTriggers& entry);
-  // What may be left out of `triggers`, by place.
+  // Repetitions that may be left out of `triggers`, by place.
   static std::vector<Place> Find(const std::vector<Trigger>& triggers);
 };
 

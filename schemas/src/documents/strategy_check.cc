@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/strategy_check.h"
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -13,10 +11,11 @@
 #include <variant>
 #include <vector>
 
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/policy_knobs.h"
-#include "shardplan/schemas/pytorch_version.h"
+#include "shardplan/schemas/pytorch_rules.h"
 
 namespace shardplan {
 namespace {

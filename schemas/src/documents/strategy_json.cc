@@ -2,8 +2,8 @@
 #include "documents/document_json.h"
 #include "documents/strategy_fields.h"
 #include "json/tables.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/strategy_check.h"
 
 namespace shardplan {
 

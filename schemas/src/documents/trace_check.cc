@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/trace_check.h"
-
 #include <fmt/format.h>
 
 #include <map>
@@ -16,6 +14,7 @@
 
 #include "documents/trace_modules_check.h"
 #include "json/fields.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
@@ -24,7 +23,7 @@ namespace {
 // A call of a module in a forward: the module, and which of its calls.
 using ModuleCallId = std::pair<ModuleId, std::int32_t>;
 
-// What a forward leaves to those behind it and to its backward.
+// State that a forward leaves to later ones and to its backward.
 struct Left {
   std::unordered_set<StorageId> alive;
   std::map<ModuleCallId, std::size_t> outputs;  // by call: how many tensors it returned
@@ -380,7 +379,7 @@ class PassesCheck {
   std::int64_t total_bytes_ = 0;
   std::vector<Left> left_;  // by forward
 
-  // Of the pass that is walked over.
+  // The pass that is walked over:
   std::string list_;  // its pointer
   std::string call_;  // that of the call, where the trace lists calls
   std::size_t event_ = 0;

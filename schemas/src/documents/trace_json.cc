@@ -4,8 +4,8 @@
 #include "documents/document_json.h"
 #include "documents/trace_fields.h"
 #include "json/tables.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/trace_check.h"
 
 namespace shardplan {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this process may still take of memory, looked at before it is taken.
+// Memory that this process may still take, looked at before it is taken.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,7 @@ namespace shardplan {
 
 class FileBytes final : public DocumentBytes {
  public:
-  // Of no bytes where it cannot be opened, and of what is no file (a pipe can be read once only).
+  // Empty if the file cannot be opened, or is no file (a pipe can be read once only).
   explicit FileBytes(const std::string& path);
   FileBytes(const FileBytes&) = delete;
   FileBytes& operator=(const FileBytes&) = delete;

@@ -14,7 +14,7 @@ namespace shardplan {
 
 namespace {
 
-// What a reader takes for every byte of a file: the byte, and the values of the text (JsonTape).
+// Bytes that a reader takes for every byte of a file: the byte, and the values of the text (JsonTape).
 constexpr std::int64_t kReadingTakes = 5;
 constexpr int kTriesForWriter = 150;
 constexpr int kBetweenReadsMs = 20;

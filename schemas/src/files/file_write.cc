@@ -16,7 +16,7 @@
 #include <optional>
 
 #include "documents/descriptor.h"
-#include "shardplan/schemas/io_pieces.h"
+#include "shardplan/schemas/io.h"
 
 namespace shardplan {
 namespace {

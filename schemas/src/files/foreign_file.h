@@ -9,8 +9,8 @@
 
 namespace shardplan {
 
-// What the bytes are, and which command takes them, as an error of a reader of documents. Nothing: nothing
-// that is known.
+// The kind of the bytes, and the command that takes them, as an error of a reader of documents. Nothing:
+// nothing that is known.
 std::optional<Error> ForeignFile(std::string_view bytes);
 
 }  // namespace shardplan

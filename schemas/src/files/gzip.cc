@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/gzip.h"
-
 #include <fmt/format.h>
 #include <libdeflate.h>
 
@@ -8,6 +6,7 @@
 
 #include "files/available_memory.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/io.h"
 
 namespace shardplan {
 

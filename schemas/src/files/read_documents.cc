@@ -7,7 +7,6 @@
 #include "files/available_memory.h"
 #include "files/file_bytes.h"
 #include "files/foreign_file.h"
-#include "shardplan/schemas/gzip.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 
@@ -35,7 +34,7 @@ std::optional<Plan> PlanInFile(const std::string& path) {
   return ReadPlanByParts(bytes);
 }
 
-// The text of a plan begins with a word. What is no JSON object either is JSON's to refuse.
+// The text of a plan begins with a word. JSON refuses everything else that is no JSON object.
 bool IsPlanText(std::string_view text) {
   const std::size_t first = text.find_first_not_of(" \t\r\n");
   return first != std::string_view::npos && text[first] != '{';

@@ -29,7 +29,7 @@ inline constexpr std::int64_t kMaxExact = std::int64_t{1} << 53;
 // Storage ids may be used to index a vector.
 inline constexpr std::int64_t kMaxStorageId = (std::int64_t{1} << 24) - 1;
 
-// What is allowed for the numbers of a field (its elements, when it is a list).
+// Limits for the numbers of a field (its elements, when it is a list).
 struct Spec {
   std::int64_t min = 0;
   std::int64_t max = kNoLimit;  // narrowed to what the type holds
@@ -106,8 +106,8 @@ inline constexpr std::nullptr_t kFields = nullptr;
 template <typename T>
 inline constexpr bool kHasFields = !std::is_same_v<std::remove_cvref_t<decltype(kFields<T>)>, std::nullptr_t>;
 
-// Where the JSON Schema files define T: in "$defs" of this document's file under this name. Without a name it
-// is written out where it is used.
+// The definition of T in the JSON Schema files: in "$defs" of this document's file under this name. Without a
+// name it is written out where it is used.
 struct Definition {
   std::string_view document;
   std::string_view name;

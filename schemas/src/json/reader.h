@@ -24,7 +24,7 @@
 #include "json/types.h"
 #include "names/enum_names.h"
 #include "shardplan/schemas/error.h"
-#include "shardplan/schemas/instruction_sharing.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/schemas/shared_list.h"
 #include "shardplan/schemas/strategy.h"
 
@@ -34,7 +34,7 @@ namespace shardplan {
 inline constexpr std::string_view kSchemaField = "schema";
 inline constexpr std::string_view kExtensionsField = "extensions";
 
-// What the readers of the parts of one document know of the others.
+// Facts of one document that the readers of its parts share.
 struct ReadingContext {
   struct RefTable {
     bool defined =

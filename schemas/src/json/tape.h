@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parsed JSON as a tape: every value is one node, children follow their parent, a container knows where it
-// ends. A tape is an order of magnitude smaller and faster to build than a tree of maps, keeps the order of
-// fields and repeated fields visible, and can tell the JSON pointer of any node when an error has to be
+// ends. A tape is an order of magnitude smaller and faster to build than a tree of maps. It keeps the order
+// of fields and repeated fields visible, and can tell the JSON pointer of any node when an error has to be
 // reported.
 #pragma once
 

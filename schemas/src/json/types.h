@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the reader and the writer need of a type, as data. json_reader.cc and json_writer.cc are compiled once
-// for all types; a type costs the compiler a table (tables.h).
+// Types as data, for the reader and the writer. json_reader.cc and json_writer.cc are compiled once for all
+// types; a type costs the compiler a table (tables.h).
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 #include "json/fields.h"
 #include "json/tape.h"
-#include "shardplan/schemas/instruction_sharing.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 
@@ -57,7 +57,8 @@ struct JsonObjectType {
   void (*after_reading)(void* object, InstructionSharing& sharing);  // may be null
 };
 
-// Of a struct with a list of fields. One file of each document defines it for the types of the document:
+// The type of a struct with a list of fields. One file of each document defines it for the types of the
+// document:
 //   #include "json/tables.h"
 //   template const JsonObjectType& JsonObjectTypeOf<Trace>();
 template <typename T>

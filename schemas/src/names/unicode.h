@@ -12,10 +12,10 @@ struct Utf8Character {
   std::size_t bytes = 0;  // 0: no UTF-8
 };
 
-// What `text`, which is not empty, begins with.
+// The first character of `text`, which is not empty.
 Utf8Character FirstCharacter(std::string_view text);
 
-// Of Unicode: controls, separators of lines, marks and overrides of direction.
+// Hidden by Unicode's classes: controls, separators of lines, marks and overrides of direction.
 bool IsHiddenCharacter(char32_t code);
 
 }  // namespace shardplan

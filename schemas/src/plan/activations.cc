@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/activations.h"
-
 #include <algorithm>
 #include <map>
 #include <variant>
+
+#include "shardplan/schemas/alive_buffers.h"
 
 namespace shardplan {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/instruction_sharing.h"
-
 #include <string>
+
+#include "shardplan/schemas/program.h"
 
 namespace shardplan {
 

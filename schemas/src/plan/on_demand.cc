@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/on_demand.h"
 
 #include <fmt/format.h>
 
@@ -75,8 +74,8 @@ class Writer {
     std::vector<Segment>& segments = program_.plan.segments;
     Segment forward{
         .name = "forward " + name, .phase = SegmentPhase::kForward, .unit = unit, .reads = {unit}};
-    // Beside the steps nothing is offloaded: what would be is made and ends with the forward. Of units that
-    // have no procedure, with the first one's.
+    // Beside the steps nothing is offloaded: what would be is made and ends with the forward. Activations of
+    // units that have no procedure go with those of the first unit.
     for (const Buffer& buffer : given_.buffers) {
       const bool has_one = std::ranges::find(units_, buffer.unit) != units_.end();
       if (buffer.role != BufferRole::kActivation || (has_one ? buffer.unit : units_.front()) != unit)
@@ -177,8 +176,8 @@ class Writer {
     Call(has || !last ? as : ProcedureKind::kReduce, units_[u]);
   }
 
-  // What the steps issue where they leave gradients reduced over the shards alone. Units that never do reduce
-  // theirs, in the last micro-batch all at once.
+  // Issues what the steps issue when they leave gradients reduced over the shards alone. Units that never do
+  // reduce theirs, in the last micro-batch all at once.
   void BackwardToPartial(std::size_t u, bool last) {
     const std::ptrdiff_t index = PartialOf(units_[u]);
     if (index < 0) {
@@ -206,8 +205,9 @@ class Writer {
     }
   }
 
-  // What the optimizer does in any step of the given plan, each once: on demand every unit that trains has
-  // gradients, in every step. States are those of all optimizers, of those that step in the backward, too.
+  // Collects the optimizer's instructions of any step of the given plan, each once: on demand every unit that
+  // trains has gradients, in every step. States are those of all optimizers, of those that step in the
+  // backward, too.
   void CollectOptimizer() {
     for (const PlanStep& step : given_.steps) {
       for (const Trigger& trigger : step.triggers) {
@@ -286,7 +286,7 @@ class Writer {
     });
   }
 
-  // As a loop would have it. (That gradients which are kept are reduced without another backward is no
+  // The calls are those of a loop. (That gradients which are kept are reduced without another backward is no
   // call of any loop.)
   void AddToProgram(const std::vector<ProcedureKind>& microbatches, bool evaluates) {
     StepProgram& program = program_.plan.strategy.program.emplace_back();

@@ -8,7 +8,7 @@
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"
-#include "shardplan/schemas/on_demand.h"
+#include "shardplan/schemas/program.h"
 
 namespace shardplan::internal {
 namespace {
@@ -68,7 +68,7 @@ std::vector<Instruction> InOneStream(const Plan& plan, const std::vector<Instruc
   return alone;
 }
 
-// What divides `partial` behind instruction `k` of trigger `t`, before anything else happens to it.
+// The divisions of `partial` behind instruction `k` of trigger `t`, before anything else happens to it.
 void AddDivisions(const PlanStep& step, std::size_t t, std::size_t k, BufferId partial,
                   std::vector<Instruction>& chain) {
   for (std::size_t begin = k + 1; t < step.triggers.size(); ++t, begin = 0) {
@@ -80,7 +80,7 @@ void AddDivisions(const PlanStep& step, std::size_t t, std::size_t k, BufferId p
   }
 }
 
-// Of the first place in the steps that fills, or adds to, what is partly reduced.
+// The chain at the first place in the steps that fills `partial`, or adds to it.
 std::vector<Instruction> ChainInSteps(const Plan& plan, BufferId partial, bool adds) {
   for (const PlanStep& step : plan.steps) {
     for (std::size_t t = 0; t < step.triggers.size(); ++t) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the steps of a plan come to gradients that are reduced over a part of the ranks: a
-// partial_reduce_output (over the shards and not yet over the replicas), an inner_reduce_output (over the
-// inner ranks of the shards alone).
+// Derives how the steps of a plan come to gradients that are reduced over a part of the ranks. A
+// partial_reduce_output is reduced over the shards and not yet over the replicas, an inner_reduce_output over
+// the inner ranks of the shards alone.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace shardplan::internal {
 
-// What a step issues behind a backward of the unit, without what orders its streams.
+// The instructions that a step issues behind a backward of the unit, without those that order its streams.
 struct PartialReduction {
   BufferId partial = -1;
   std::vector<std::int32_t> parameters;  // whose gradients are in it

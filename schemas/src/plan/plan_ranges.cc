@@ -12,7 +12,7 @@
 namespace shardplan {
 namespace {
 
-// As FSDP2 spells a parameter group's modules.
+// FSDP2's spelling of a parameter group's modules.
 std::string ModulesText(const Unit& unit) { return fmt::format("{}", fmt::join(unit.modules, ", ")); }
 
 // FSDPParamGroup._with_fqn: nothing behind the label of the root.
@@ -98,7 +98,7 @@ void PlanRanges::Set(Level level, Range range, UnitId unit) {
   Opened(level, NameOf(range, unit));
 }
 
-// Where the user's own code runs, or nothing, is no range.
+// A trigger at which the user's own code runs, or nothing, is no range.
 PlanRanges::Range PlanRanges::RangeOf(TriggerKind kind) {
   switch (kind) {
     case TriggerKind::kPreForward:

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/pytorch_version.h"
 
 #include <charconv>
 #include <cstddef>
@@ -26,7 +25,7 @@ namespace {
 
 using Release = std::pair<int, int>;  // 2, 15
 
-// Of "2.15", whatever follows it but another digit.
+// Parses "2.15", whatever follows it but another digit.
 std::optional<Release> ParseRelease(std::string_view text) {
   Release release;
   const char* const end = text.data() + text.size();

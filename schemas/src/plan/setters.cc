@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/schemas/setters.h"
-
 #include <variant>
+
+#include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan {
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "shardplan/schemas/plan_tables.h"
+#include "shardplan/schemas/checks.h"
 
 namespace shardplan {
 namespace {

@@ -8,7 +8,7 @@
 
 namespace shardplan::internal {
 
-// What a strategy gives to units that give none themselves.
+// The defaults that a strategy gives to its units.
 DataParallelDims GivenDims(const Strategy& strategy);
 // ... and every mixed precision that it or one of its units gives.
 std::vector<MixedPrecision> GivenPrecisions(const Strategy& strategy);
@@ -21,7 +21,7 @@ inline constexpr std::array kKeepingKinds = {ProcedureKind::kAccumulate, Procedu
 
 PolicyKnobs Fsdp1PolicyKnobs();
 PolicyKnobs Fsdp2PolicyKnobs();
-// Of every policy that is not built in: fsdp2's, but for what its hooks decide.
+// The knobs of every policy that is not built in: fsdp2's, but for what its hooks decide.
 PolicyKnobs ForeignPolicyKnobs();
 
 }  // namespace shardplan::internal

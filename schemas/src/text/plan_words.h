@@ -9,7 +9,7 @@
 //       compute "forward layers.0" on compute
 //
 // A name is written as it is when it consists of letters, digits and _ . * / + - only and is no keyword, else
-// as a JSON string; "(root)" is the unit named "". "#7" after a name (or alone) is the element with that
+// as a JSON string. "(root)" is the unit named "". "#7" after a name (or alone) is the element with that
 // number, for names that several elements share.
 #pragma once
 
@@ -25,7 +25,7 @@ namespace shardplan {
 
 inline constexpr std::string_view kArrow = "->";
 
-// What the operand right after the instruction's kind is.
+// The kind of the operand right after the instruction's kind.
 enum class FirstOperand : std::uint8_t { kSegment, kEvent, kSrc, kDst };
 FirstOperand FirstOperandOf(InstructionKind kind);
 

@@ -57,7 +57,7 @@ class Observer {
     std::vector<BufferId> copies;  // its buffers that are not the shard itself
   };
 
-  // What was gathered of a flat parameter. It may be used again without a gather while it is alive, whether
+  // The gathered copy of a flat parameter. It may be used again without a gather while it is alive, whether
   // the modules are bound to the shard in between or not.
   struct FlatCopy {
     UnitId unit = -1;
@@ -102,7 +102,8 @@ class Observer {
     for (const BufferId copy : units_[unit].copies) outdated_[copy] = 1;
   }
 
-  // What dst holds is as old as what it comes from; of some of its parameters, as old as the oldest.
+  // The content of dst is as old as that of its source; if it has some of the parameters, as old as the
+  // oldest.
   void PassOn(const Instruction& i) {
     if (i.src < 0 || i.dst < 0) return;
     const bool whole = ParametersOf(plan_, plan_.buffers[i.src]) == ParametersOf(plan_, plan_.buffers[i.dst]);

@@ -36,7 +36,7 @@ class Words {
   void TensorWrittenInRace(StorageId storage, const Work& other, const Work& writer);
   // ... of activations that are copied or freed as a whole.
   void StorageIsMissing(BufferId buffer, StorageId storage, Position at);
-  // What is in `host` is of micro-batch `microbatch`; -1: of another step.
+  // The content of `host` is of micro-batch `microbatch`; -1: of another step.
   void BringsBackOthers(BufferId host, std::int32_t microbatch, Position at);
   // `reused_as`: the buffer that the memory is handed out for, -1 for the model's own; from the pool of
   // stream `pool`.
@@ -44,7 +44,7 @@ class Words {
   void ReadWhileSharded(UnitId unit, Position sharded, Position read);
   // The pieces in `buffer` are cut over the ranks of `cut`, and the all-gather is not over those.
   void GatheredOverOthers(BufferId buffer, CommunicatorId cut, Position at);
-  // What is in `buffer` was a shard before the optimizer stepped it.
+  // The content of `buffer` was a shard before the optimizer stepped it.
   void MovesOutdated(BufferId buffer, Position stepped, Position at);
   void ReadsOtherThanParameters(UnitId unit, BufferId bound, Position bound_at, Position at);
   void ReadsInOtherDType(UnitId unit, BufferId bound, Position bound_at, Position at);

@@ -20,7 +20,7 @@ std::string Hex(DeviceAddress address) {
   return (address < 0 ? "-0x" : "0x") + text;
 }
 
-// What [begin, end) of the segment looks like.
+// The symbol of [begin, end) of the segment.
 char Symbol(const SegmentView& segment, std::size_t& first, DeviceAddress begin, DeviceAddress end) {
   while (segment.blocks[first].address + segment.blocks[first].size_bytes.value <= begin) ++first;
   std::array<std::int64_t, 4> bytes{};

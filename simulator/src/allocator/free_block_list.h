@@ -38,7 +38,7 @@ class FreeBlockList {
   Position begin() const { return {}; }
   Position end() const { return {chunks_.size(), 0}; }
   Position Next(Position position) const;
-  // Of any position but the first.
+  // The position before one that is not the first.
   Position Previous(Position position) const;
   const Entry& operator[](Position position) const { return chunks_[position.chunk][position.index]; }
 

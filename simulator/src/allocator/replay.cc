@@ -22,7 +22,8 @@ class Replayer {
       : log_(log), streams_(std::move(streams)), state_(log.settings) {}
 
   Result<AllocatorReplay> Run();
-  // After Run: segments whose stream was chosen; one of them may be of another. Those at the departure first.
+  // After Run: segments whose stream was chosen; one of them may be of another. The segments at the departure
+  // come first.
   std::vector<StreamChoice> Suspects() const;
   // After Run: the request at which it departed began a new address space.
   bool DepartedInNewAddressSpace() const { return state_.opened_address_space; }
@@ -355,7 +356,7 @@ Result<AllocatorReplay> ReplayAllocatorLog(const AllocatorLog& log) {
   if (!replay || !replay->departure) return replay;
   if (!log.streams_told) {
     Result<AllocatorReplay> searched = SearchStreams(log, replayer.Suspects(), *replay);
-    // Where the state before is of one stream, another one has to explain everything.
+    // If the state before is of one stream, another one has to explain everything.
     if (!searched || !searched->departure || log.streams.size() > 1) replay = std::move(searched);
     if (!replay || !replay->departure) return replay;
   }

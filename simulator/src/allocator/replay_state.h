@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a replay of an allocator log has reached, and the driver that answers as the log says.
+// The state of a replay of an allocator log, and the driver that answers as the log says.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct StreamRange {
   bool chosen = false;  // the log does not say it
 };
 
-// What a replay has reached: a value, so that another reading of the same rows can start from a copy.
+// The state of a replay: a value, so that another reading of the same rows can start from a copy.
 struct State {
   explicit State(const AllocatorSettings& settings) : allocator(settings) {}
 
@@ -40,7 +40,7 @@ struct State {
   std::vector<Bytes> reserved;                      // after each of them
   std::optional<AllocatorDeparture> departure;
   bool opened_address_space = false;  // by the last request
-  // Where requests do not say their stream: whose the segments are, by address.
+  // The streams of segments, by address, for requests that do not say theirs.
   std::map<DeviceAddress, StreamRange> ranges;
   std::optional<StreamChoice> choice;          // of the request that is replayed
   std::optional<DeviceAddress> model_address;  // that the departure is about

@@ -8,7 +8,6 @@
 
 #include "allocator/sizes.h"
 #include "shardplan/schemas/pytorch_rules.h"
-#include "shardplan/schemas/pytorch_version.h"
 #include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan {

@@ -8,17 +8,15 @@
 #include <set>
 #include <utility>
 
-#include "shardplan/schemas/activations.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/program.h"
 #include "shardplan/simulator/cost_model.h"
-#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/lower_bound.h"
-#include "shardplan/simulator/pooled_memory.h"
-#include "shardplan/verifier/known_faults.h"
+#include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/reserved_memory.h"
 #include "shardplan/verifier/verifier.h"
 
 namespace shardplan {
@@ -130,8 +128,8 @@ Status CheckActivations(const Plan& plan) {
   return {};
 }
 
-// Where gradients of their own layout are reduced in another dtype than they are made in, those that wait for
-// a later micro-batch are added up in that of the reduction, and have it before the next pass begins.
+// If gradients of their own layout are reduced in another dtype than they are made in, those that wait for a
+// later micro-batch are added up in the dtype of the reduction, and have it before the next pass begins.
 Status CheckWaitingGradients(const Plan& plan) {
   std::map<std::pair<UnitId, std::int32_t>, std::int32_t> made;  // by unit and parameter: in which pass
   std::int32_t pass = 0, begin = -1;
@@ -224,7 +222,7 @@ Status CheckPools(const Plan& plan) {
   return {};
 }
 
-// Of parameters that nobody updates a part may stay gathered from step to step: then the first gather is no
+// A part of parameters that nobody updates may stay gathered from step to step: then the first gather is no
 // gather from all ranks.
 Status CheckEnd(const Plan& plan) {
   AliveBuffers alive(plan);

@@ -10,8 +10,8 @@
 
 namespace shardplan::internal {
 
-// What a nanosecond in which everything of the set is active gets done at most, in parts per million of a
-// nanosecond of work alone: of kernels, and of the collectives of each link.
+// Upper bound: progress in a nanosecond in which everything of the set is active, in parts per million of a
+// nanosecond of work alone. Of kernels, and of the collectives of each link.
 struct ConcurrentRates {
   std::int64_t kernels_ppm = 0;
   std::vector<std::int64_t> links_ppm;

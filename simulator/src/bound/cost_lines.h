@@ -15,7 +15,7 @@ namespace shardplan::internal {
 
 __extension__ using Int128 = __int128;
 
-// Of nanoseconds, in the slopes of lines.
+// The scale of nanoseconds in the slopes of lines.
 inline constexpr std::int64_t kSlopeScale = std::int64_t{1} << 32;
 
 // All that is moved by collectives of a kind: without padding, and the most that it can be.

@@ -10,7 +10,8 @@ namespace {
 
 __extension__ using Int128 = __int128;
 
-// Of a network of a hundred nodes: shortest augmenting paths, as many at a time as there are (Dinic).
+// Minimum cut of a network of a hundred nodes: shortest augmenting paths, as many at a time as there are
+// (Dinic).
 class MinimumCut {
  public:
   explicit MinimumCut(std::size_t nodes) : edges_(nodes), level_(nodes), next_(nodes) {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a stretch of operators may run again instead of keeping it: every consistent choice that some price of
-// time and memory makes the cheapest.
+// Recomputation in a stretch of operators: every consistent choice that some price of time and memory makes
+// the cheapest.
 #pragma once
 
 #include <compare>
@@ -30,8 +30,8 @@ struct RecomputationChoice {
 };
 
 // [Note: a consistent choice]
-// A tensor is needed if a later pass uses it or an operator that runs again reads it. What is needed is kept,
-// or its maker runs again. At given prices of a nanosecond and of a byte the cheapest choice is a
+// A tensor is needed if a later pass uses it or an operator that runs again reads it. A needed tensor is
+// kept, or its maker runs again. At given prices of a nanosecond and of a byte the cheapest choice is a
 // minimum cut: operators that run again are on the side of the source.
 //
 //   source --(bytes)--> maker --(duration)--> sink          a tensor that a later pass uses

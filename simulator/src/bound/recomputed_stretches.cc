@@ -16,8 +16,8 @@ constexpr std::int64_t kFew = 10;
 
 // [Note: stretches]
 // Choices at a cut are independent where they concern different operators. So the sum over stretches of what
-// the cheapest choice in each costs is a lower bound, as long as each operator is in one of them. What is
-// made outside of a stretch is taken to be there when an operator of it runs again: as little as possible is
+// the cheapest choice in each costs is a lower bound, as long as each operator is in one of them. Tensors
+// made outside of a stretch are taken to be there when an operator of it runs again. As little as possible is
 // lost that way if a stretch ends where the fewest bytes pass from one operator to those behind it.
 //
 // An operator whose results no later pass uses runs again for the sake of others alone. So it belongs to the
@@ -81,7 +81,7 @@ class PassStretches {
     return anchors;
   }
 
-  // Of the operators given, ascending. `graph`: what there is to choose.
+  // The stretch of the operators given, ascending. `graph`: its choices.
   RecomputedStretch Describe(const std::vector<std::int64_t>& members, std::int64_t end,
                              RecomputationGraph& graph) {
     const std::vector<std::int32_t> made = MadeBy(members);

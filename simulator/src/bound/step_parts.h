@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a StepWork holds.
+// The parts of a StepWork.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ struct StepWork::Parts {
     std::int64_t fixed_ns = 0;
     std::int64_t per_byte = 0;
   };
-  // What a collective does on each link that LinkLoads tells of.
+  // The cost of a collective on each link that LinkLoads tells of.
   using Line = std::array<LineOnLink, 2>;
   struct SubMesh {
     std::int64_t ranks = 1;
@@ -47,7 +47,7 @@ struct StepWork::Parts {
     std::int64_t size_bytes = 0;
     std::int64_t first = -1, last = -1;  // operators that use it
   };
-  // Of all gradients, what a rank has of them when the optimizer steps.
+  // A rank's part of all gradients when the optimizer steps.
   std::int64_t GradientShards() const {
     std::int64_t bytes = 0;
     for (const Parameter& p : parameters) {

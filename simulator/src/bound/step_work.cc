@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every plan of the class does in a step: read off the trace.
+// Work of a step that every plan of the class has: read off the trace.
 #include <algorithm>
 #include <set>
 #include <span>
@@ -127,8 +127,8 @@ class StepWorkBuilder {
       const auto found = index_of_.find({id, microbatch_});
       if (found == index_of_.end()) continue;
       StepWork::Parts::Storage& storage = work_.storages[found->second];
-      // What an earlier pass made may be there again, made anew or brought back; of a backward over several
-      // micro-batches nobody knows whose it is.
+      // A storage of an earlier pass may be there again, made anew or brought back; in a backward over
+      // several micro-batches nobody knows whose it is.
       const bool earlier = !own_.contains(id);
       if (earlier && (leaves_ || microbatch_ < 0)) {
         if (microbatch_ < 0) continue;
@@ -143,7 +143,7 @@ class StepWorkBuilder {
     if (leaves_) uses_.push_back({op_ns, OwnOf(op.reads), OwnOf(op.writes)});
   }
 
-  // What the pass makes itself, counted in it.
+  // The storages that the pass makes itself, counted in it.
   std::vector<std::int32_t> OwnOf(std::span<const StorageId> ids) const {
     std::vector<std::int32_t> own;
     for (const StorageId id : ids) {
@@ -234,8 +234,8 @@ class StepWorkBuilder {
   }
 
   // Pieces are padded, so the first rank has no less than its share of the parameters: less what is left free
-  // between those of a flat one, 16 bytes at most. Of a flat one that is frozen in part it may have frozen
-  // elements alone.
+  // between those of a flat one, 16 bytes at most. The first rank may have frozen elements alone of a flat
+  // parameter that is frozen in part.
   void SetOptimizer() {
     constexpr std::int64_t kAlignment = 16;
     const Optimizer& optimizer = job_.strategy.optimizer;

@@ -62,7 +62,7 @@ void WindowedWork::UseRoom(std::int64_t bytes, std::int64_t first, std::int64_t 
 
 // [Note: shards and what two levels leave]
 // The pool of reduced gradients holds all shards when the optimizer steps. In earlier micro-batches it may
-// hold what the first of two levels leaves instead, so its peak is not the sum of the two. Where that may be,
+// hold what the first of two levels leaves instead, so its peak is not the sum of the two. If that may be,
 // shards count from the first part of their gradient on, as the least that waits in any case.
 bool WindowedWork::ShardsCountAlways(LayoutKind layout) const {
   const auto accumulates = [](const StepWork::Parts::Parameter& p) { return p.grads.size() > 1; };
@@ -70,7 +70,7 @@ bool WindowedWork::ShardsCountAlways(LayoutKind layout) const {
          (work_.two_levels.empty() || std::ranges::none_of(work_.parameters, accumulates));
 }
 
-// What is there at a cut, whatever the plan.
+// Memory at a cut that every plan has.
 void WindowedWork::AddCuts(LayoutKind layout, Bytes budget) {
   const std::int64_t apart = ShardsCountAlways(layout) ? work_.GradientShards() : 0;
   room_bytes_.assign(cuts_.size(), budget.value - work_.static_bytes.value - apart);
@@ -164,7 +164,7 @@ class PriceTable {
     }
   }
   Int128 operator[](std::int64_t window) const { return prices_[window]; }
-  // Of windows [from, to].
+  // The cheapest of the windows [from, to].
   std::int64_t Cheapest(std::int64_t from, std::int64_t to) const {
     return cheapest_[from * static_cast<std::int64_t>(prices_.size()) + std::max(from, to)];
   }
@@ -189,9 +189,9 @@ std::vector<std::int32_t> CheapestFrom(const std::vector<Int128>& prices) {
 // One evaluation at given prices.
 //
 // [Note: where a collective is]
-// A collective may run in several windows. Of these there is one in which its work is cheapest: it costs no
-// less than all of it there, what it needs is copied there or earlier, and what it brings there or later. So
-// it is in one window.
+// A collective may run in several windows. In one of these its work is cheapest: the collective costs no less
+// than all of it there, with the copies of its input there or earlier, and those of its output there or
+// later. So it is in one window.
 class WindowedWork::Sum {
  public:
   Sum(const WindowedWork& of, const std::vector<WindowPrices>& windows,
@@ -241,7 +241,7 @@ class WindowedWork::Sum {
     for (const WindowPrices& window : windows_) prices.push_back(price_of(window));
     return prices;
   }
-  // Of a byte on the links.
+  // Prices of a byte on the links.
   Prices BytePrices(const StepWork::Parts::Line& line) const {
     return PricesOf([&](const WindowPrices& prices) {
       Int128 price = 0;
@@ -249,7 +249,7 @@ class WindowedWork::Sum {
       return price;
     });
   }
-  // Of the begin of a collective.
+  // Prices of the begin of a collective.
   Prices BeginPrices(const StepWork::Parts::Line& line) const {
     return PricesOf([&](const WindowPrices& prices) {
       Int128 price = 0;
@@ -289,7 +289,7 @@ class WindowedWork::Sum {
     UseLinks(levels.outer, begins, bytes / levels.inner_ranks, outer_[way][window]);
   }
 
-  // What cuts [from, to) charge for so many bytes.
+  // The charge of cuts [from, to) for so many bytes.
   Int128 Kept(std::int64_t bytes, std::int64_t from, std::int64_t to) const {
     return to <= from ? 0 : (before_[to] - before_[from]) * bytes * kByteFactor;
   }
@@ -375,7 +375,7 @@ class WindowedWork::Sum {
     return sum;
   }
 
-  // What cuts [from, to) charge for a parameter that is gathered and not yet read.
+  // The charge of cuts [from, to) for a parameter that is gathered and not yet read.
   Int128 Waiting(std::int64_t bytes, std::int64_t from, std::int64_t to) const {
     return waits_ ? Kept(bytes, from, to) : 0;
   }
@@ -438,8 +438,8 @@ class WindowedWork::Sum {
     return first_cost_;
   }
 
-  // What else is done for a gradient that is reduced in the window: it is copied before, from the window
-  // `from` on, and added up over the replicas behind.
+  // Other work for a gradient that is reduced in the window: it is copied before, from the window `from` on,
+  // and added up over the replicas behind.
   Int128 AroundReduction(const Reduced& what, std::int64_t from, std::int64_t window) const {
     return kernels_.Least(from, window) * CastWork(what) +
            all_reduce_.Least(window, last_) * what.reduced_bytes / of_.work_.shards;
@@ -601,7 +601,7 @@ class WindowedWork::Sum {
   const std::int64_t last_;  // window
   WindowUse* use_;
   bool waits_ = true;  // [Note: outputs of gathers]
-  // Of the first gathers: all of them, what their bytes cost at the least, and each more.
+  // The first gathers: the cost of all of them, the least cost of their bytes, and the cost of each more.
   Int128 first_cost_ = 0, first_bytes_cost_ = 0, first_begin_cost_ = 0;
   std::vector<Int128> before_;  // by cut: the prices of those before it
   const PriceTable kernels_;

@@ -16,7 +16,7 @@ Result<CollectiveCost> ModelledCollective(const Cluster& cluster, const Collecti
 Result<CollectiveCost> ModelledExchange(const Cluster& cluster, bool to_all, std::int64_t ranks,
                                         const GroupPlacement& place, Bytes sent_bytes);
 
-// What the rings of a group take of the cluster's links. Links that the cluster lacks are not used.
+// Loads of a group's rings on the cluster's links. Links that the cluster lacks are not used.
 LinkLoads LoadsOfRing(const Cluster& cluster, const GroupPlacement& place);
 
 }  // namespace shardplan::internal

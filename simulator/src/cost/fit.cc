@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is fitted to tables of measurements.
+// Fits to tables of measurements.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -160,7 +160,7 @@ std::vector<CollectiveTable> TablesInsideNodes(const Cluster& cluster) {
   return tables;
 }
 
-// Of all numbers of ranks the largest is nearest to what nobody measured. The latency of a step is what small
+// The largest number of ranks is nearest to those that nobody measured. The latency of a step is what small
 // tensors take more with more ranks, whatever protocol they take, and the rest is paid once.
 void FitInnerLink(Cluster& cluster) {
   const std::vector<CollectiveTable> tables = TablesInsideNodes(cluster);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the ranks of a communicator's groups are.
+// Places of the ranks of a communicator's groups.
 #include "cost/group_placement.h"
 
 #include <algorithm>

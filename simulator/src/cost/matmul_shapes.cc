@@ -8,8 +8,8 @@
 
 #include "cost/enclosing.h"
 #include "cost/fixed_log.h"
+#include "cost/operator_class.h"
 #include "shardplan/simulator/cost_model.h"
-#include "shardplan/simulator/operator_class.h"
 
 namespace shardplan {
 namespace {

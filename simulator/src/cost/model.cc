@@ -7,9 +7,9 @@
 #include "cost/collective_tables.h"
 #include "cost/fixed_log.h"
 #include "cost/matmul_shapes.h"
+#include "cost/operator_class.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/simulator/cost_model.h"
-#include "shardplan/simulator/operator_class.h"
 
 namespace shardplan {
 namespace {
@@ -44,7 +44,7 @@ class AnalyticCostModel final : public CostModel {
                      MulDiv(cluster.device.spread_ppm, internal::SlowestOf(cluster.ranks), kMillion)) {}
 
   // Roofline (Williams et al. 2009): the slower of arithmetic and memory, and no kernel shorter than the
-  // overhead. Where the host runs the kernels, issuing the operator is part of it.
+  // overhead. If the host runs the kernels, issuing the operator is part of it.
   Nanoseconds Operator(const OperatorEvent& event) const override {
     const std::int64_t memory_ns = OfClass(event.name, MemoryTime(event.bytes_read + event.bytes_written));
     std::int64_t arithmetic_ns = TimeAt(event.flops, cluster_.device.vector_flops_per_second);

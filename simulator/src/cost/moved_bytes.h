@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a copy of the plan moves.
+// Bytes that a copy of the plan moves.
 #pragma once
 
 #include "shardplan/schemas/plan.h"
@@ -11,7 +11,7 @@ struct CopiedBytes {
   Bytes written;
 };
 
-// Of any instruction with a `src` that is no collective. Its buffers exist.
+// Takes any instruction with a `src` that is no collective. Its buffers exist.
 CopiedBytes MovedBy(const Plan& plan, const Instruction& copy);
 
 }  // namespace shardplan

@@ -138,7 +138,7 @@ class Reader {
     return {};
   }
 
-  // "all_reduce_perf", in a path, in a command or alone. What is said of a run that is over is of no other.
+  // "all_reduce_perf", in a path, in a command or alone. Facts of a run that is over are of no other.
   void ReadProgram(std::string_view line) {
     if (line.find("test concluded") != std::string_view::npos) return;
     for (std::size_t at = line.find("_perf"); at != std::string_view::npos; at = line.find("_perf", at + 1)) {
@@ -218,7 +218,7 @@ class Reader {
     return {};
   }
 
-  // Of figures that are rounded to the decimals that they are printed with.
+  // The interval of figures that are rounded to the decimals that they are printed with.
   static Interval Factor(std::string_view algorithm_text, double algorithm, std::string_view bus_text,
                          double bus) {
     const auto half = [](std::string_view text) {

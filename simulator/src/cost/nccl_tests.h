@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs of nccl-tests print (https://github.com/NVIDIA/nccl-tests, src/util.cu and src/common.cu,
-// 2.10 to 2.19.6).
+// Parses the output of the programs of nccl-tests (https://github.com/NVIDIA/nccl-tests, src/util.cu and
+// src/common.cu, 2.10 to 2.19.6).
 //
 // [Note: what a run of nccl-tests says]
 //
@@ -29,7 +29,7 @@ namespace shardplan::internal {
 // Whether a text has the head of such a table.
 bool IsNcclTests(std::string_view text);
 
-// What a program measures: "all_reduce" for all_reduce_perf. Nothing: neither a plan nor `cost` has it.
+// The collective of a program: "all_reduce" for all_reduce_perf. Nothing: neither a plan nor `cost` has it.
 std::optional<MeasuredCollective> KindOfProgram(std::string_view name);
 
 // The rows of all runs in a text, one for each line of a table. kBadInput says the line as "/line/N".

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/operator_class.h"
+#include "cost/operator_class.h"
 
 #include <algorithm>
 #include <nlohmann/json.hpp>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cost/operator_costs.h"
 
-#include "shardplan/simulator/operator_class.h"
+#include "cost/operator_class.h"
 
 namespace shardplan::internal {
 namespace {

@@ -10,7 +10,7 @@
 
 namespace shardplan::internal {
 
-// What the host takes to issue an operator: nothing where it runs the kernels itself, which pay for it.
+// The host's time to issue an operator: nothing where it runs the kernels itself, which pay for it.
 constexpr Nanoseconds IssueOfOperator(const Host& host) {
   return host.runs_kernels ? Nanoseconds{0} : host.operator_issue_ns;
 }

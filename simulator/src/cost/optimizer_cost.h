@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the optimizer's step moves and launches, and for plans that do not say it, what it keeps.
+// The bytes that the optimizer's step moves and its launches, and its states for plans that do not say them.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ class OptimizerSteps {
  public:
   explicit OptimizerSteps(const Plan& plan);
 
-  // `parameter` of the unit, -1: all of them. Of a flat parameter that one has its share by elements: ranks
+  // `parameter` of the unit, -1: all of them. A flat parameter counts by its share of the elements: ranks
   // hold different pieces, and this is what they have on average.
   OptimizerWork Work(UnitId unit, std::int32_t parameter) const;
 
@@ -50,7 +50,7 @@ class OptimizerSteps {
   std::vector<OptimizerTensorStep> TensorSteps(bool on_device) const;
 
  private:
-  // Where a unit's shards are; units without a buffer of shards have nothing to step.
+  // The memory of a unit's shards; units without a buffer of shards have nothing to step.
   enum class Place : std::uint8_t { kNowhere, kDevice, kHost };
 
   std::vector<OptimizerShard> Shards(UnitId unit, Place place) const;

@@ -6,7 +6,7 @@
 namespace shardplan::internal {
 namespace {
 
-// What a stream's queue holds: every operator of a segment, and everything else that has a stream.
+// Entries of a stream's queue: every operator of a segment, and everything else that has a stream.
 std::int64_t Launches(const EngineProgram& program, const EngineInstruction& code) {
   return code.op == EngineOp::kSegment ? program.segments[static_cast<std::size_t>(code.operand)].count : 1;
 }

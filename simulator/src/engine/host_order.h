@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host waits for before it issues an instruction, and before it leaves one.
+// Waits of the host before it issues an instruction, and before it leaves one.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace shardplan::internal {
 std::vector<std::int32_t> QueuedBehind(const EngineProgram& program, const EngineStep& step,
                                        const Host& host);
 
-// Where the host runs the kernels (executor/src/cpu/device.h): it leaves the instruction when the stream has
+// If the host runs the kernels (executor/src/cpu/device.h), it leaves the instruction when the stream has
 // passed it. streams[0] computes the model, so a wait there holds the host, too.
 inline bool HostStaysWith(const EngineProgram& program, const EngineInstruction& instruction) {
   if (!program.host_runs_kernels) return false;

@@ -53,7 +53,7 @@ class Lowering {
     program_.host_runs_kernels = cluster_.host.runs_kernels;
     program_.compute_rate_ppm = cluster_.compute_rate_while_communicating_ppm;
     program_.communication_rate_ppm = cluster_.communication_rate_while_computing_ppm;
-    // What is slowed takes so much longer; what stands still meanwhile runs afterwards.
+    // Slowed work takes so much longer; work that stands still meanwhile runs afterwards.
     constexpr std::int64_t kMillion = 1'000'000;
     const auto moving = [](std::int64_t rate_ppm) { return rate_ppm > 0 ? rate_ppm : kMillion; };
     const std::int64_t slowest_ppm =
@@ -317,7 +317,7 @@ class Lowering {
         EnterPhase(Phase::kForward);
         break;
       case SegmentPhase::kBackward:
-        // What follows the engine's end in the same call belongs to the backward; the next hook need not.
+        // A hook behind the engine's end in the same call belongs to the backward; the next hook need not.
         engine_ended_ ? EnterPhase(Phase::kBackward) : EnterBackward();
         break;
       case SegmentPhase::kRecompute:
@@ -327,8 +327,8 @@ class Lowering {
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.operand = instruction.segment;
     lowered.host_ns = internal::IssueOfOperator(cluster_.host);
-    // Whose time it is: the unit whose gradients it makes, else whose parameters it reads, else in whose
-    // forward or backward it runs. The trigger before it may be another unit's.
+    // The unit whose time it is: the one whose gradients it makes, else whose parameters it reads, else in
+    // whose forward or backward it runs. The trigger before it may be another unit's.
     const UnitId whose = !segment.grads.empty()   ? segment.grads.front().unit
                          : !segment.reads.empty() ? segment.reads.front()
                                                   : segment.unit;
@@ -427,14 +427,14 @@ class Lowering {
     return found->second;
   }
 
-  // What the host computes itself belongs to its time for the instruction.
+  // Work that the host computes itself belongs to its time for the instruction.
   void AddHostWork(Nanoseconds work_ns, EngineInstruction& lowered) {
     lowered.host_ns += work_ns;
     if (work_ns.value > 0) step_.host_work_of[static_cast<std::int32_t>(step_.code.size())] = work_ns;
     step_.host_work_ns = std::min(step_.host_work_ns + work_ns, kLongestStep);
   }
 
-  // Shards in device memory are stepped on the stream. Those in host memory, and all of a step without a
+  // Shards in device memory are stepped on the stream. Shards in host memory, and all of a step without a
   // stream, are the host's work, done before the rest is issued.
   void LowerOptimizer(const Instruction& instruction, EngineInstruction& lowered) {
     const OptimizerWork work = optimizer_.Work(instruction.unit, instruction.parameter);

@@ -4,8 +4,6 @@
 // nothing changes for a rank, so it is only brought up to date at an event of its own, or when a collective
 // that it is in begins or ends. A collective goes at the least of the rates that its ranks offer it: these
 // are few different ones, so it counts how many ranks offer each.
-#include "shardplan/simulator/ranks_apart.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,6 +15,7 @@
 #include "cost/group_placement.h"
 #include "engine/step_runner.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/simulator/engine.h"
 #include "text/format.h"
 
 namespace shardplan {

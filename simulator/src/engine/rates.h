@@ -20,7 +20,7 @@ class Rates {
   void Count(const StreamState& stream, std::int32_t change);
   // Whether something began or ended since it was asked last: only then a rate can be another one.
   bool TakeChanged();
-  // Of an active stream, one of `streams`; kFullRate: alone.
+  // The rate of an active stream, one of `streams`; kFullRate: alone.
   std::int64_t Of(const StreamState& stream, const std::vector<StreamState>& streams);
 
   bool computes() const { return computing_ > 0; }
@@ -98,8 +98,9 @@ inline std::int64_t Rates::OfCollective(const StreamState& stream, const std::ve
   return rate;
 }
 
-// [Note: shares of a link] Those in flight are served from the smallest load up: each has what it needs, or
-// an equal share of what is left for it and those after it. With equal loads that is one of c for all c.
+// [Note: shares of a link] Collectives in flight are served from the smallest load up: each has what it
+// needs, or an equal share of what is left for it and those after it. With equal loads that is one of c for
+// all c.
 inline std::int64_t Rates::OnLink(const std::vector<StreamState>& streams, std::size_t link,
                                   std::int32_t load, std::int64_t ppm) {
   sharing_.clear();

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step has cost so far: busy and exposed time, ends of phases, and, where somebody wants it, the
-// timeline.
+// Costs of a step so far: busy and exposed time, ends of phases, and, if somebody wants it, the timeline.
 #pragma once
 
 #include <algorithm>
@@ -131,7 +130,7 @@ inline void StepAccount::PassActivity(const std::vector<StreamState>& streams, s
   result_.activity_ns[static_cast<std::size_t>(activity)].value += elapsed_ns;
 }
 
-// Of a stream that runs something.
+// The activity of a stream that runs something.
 inline DeviceActivity StepAccount::ActivityOf(const StreamState& stream) const {
   const EngineInstruction& head = HeadOf(stream);
   switch (stream.work) {
@@ -200,7 +199,7 @@ inline void StepAccount::PacedBy(const StreamState& stream) {
   if (timeline_ != nullptr) timeline_->paced_by[static_cast<std::size_t>(stream.head)] = stream.next_operator;
 }
 
-// What never began was passed when the stream came to it.
+// A wait that never began was passed when the stream came to it.
 inline void StepAccount::Leave(const StreamState& stream, std::int64_t now_ns) {
   if (timeline_ == nullptr) return;
   timeline_->end_ns[static_cast<std::size_t>(stream.head)].value = now_ns;

@@ -8,7 +8,7 @@
 // between is missed.
 //
 // [Note: ranks that join]
-// Where ranks are simulated apart, a collective belongs to all ranks of its group (`Joins`): a rank's stream
+// If ranks are simulated apart, a collective belongs to all ranks of its group (`Joins`). A rank's stream
 // comes to it, it begins when the last has, goes at the rate of the rank where it gets least, and ends for
 // all at once. Everything else of a rank is its own. Without Joins one rank stands for all.
 #pragma once
@@ -23,13 +23,13 @@
 
 namespace shardplan::internal {
 
-// What the collectives of several ranks are to one of them. `instruction` is an index into the code.
+// The collectives of several ranks, as one of them sees them. `instruction` is an index into the code.
 class Joins {
  public:
   virtual ~Joins() = default;
   // The stream of a rank has come to a collective. Whoever comes last has all of them Begun, itself too.
   virtual void Come(std::int32_t rank, std::size_t stream, std::int32_t instruction) = 0;
-  // What the rank lets it have from now on.
+  // The rate that the rank offers it from now on.
   virtual void Offer(std::int32_t rank, std::int32_t instruction, std::int64_t old_rate,
                      std::int64_t rate) = 0;
 };
@@ -71,7 +71,7 @@ class StepRunner {
     std::int64_t time_ns = 0;
     std::int32_t span = -1;
   };
-  // What the host waits for: a record, or that a stream has passed an instruction; neither: an idle device.
+  // The host's wait: for a record, or until a stream has passed an instruction; neither: an idle device.
   struct Awaited {
     std::int32_t slot = -1;
     std::int32_t stream = -1;

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/compare_measured.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,6 +6,7 @@
 #include <utility>
 
 #include "report/comparison.h"
+#include "shardplan/simulator/measurements.h"
 
 namespace shardplan {
 namespace {
@@ -95,7 +94,7 @@ std::vector<TimePair> PairUnits(const Report& predicted, const Report& measured)
   return pairs;
 }
 
-// Of what the allocator follows: context and NCCL's buffers are outside.
+// Pairs the memory that the allocator follows: context and NCCL's buffers are outside.
 std::vector<BytesPair> PairMemory(const MemoryReport& predicted, const MemoryReport& measured) {
   if (measured.peak_bytes.value == 0) return {};
   const bool divided = std::ranges::none_of(

@@ -10,7 +10,7 @@
 namespace shardplan {
 namespace {
 
-// What the allocator reserves beside what is allocated at the peak: fragments, and what kernels take.
+// Reserved memory beside what is allocated at the peak: fragments, and what kernels take.
 constexpr const char* kNotAllocated = "reserved beyond the peak";
 
 struct Side {

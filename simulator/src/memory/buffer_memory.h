@@ -19,7 +19,7 @@ class BufferMemory {
 
   // A part of a shard, made while the model is sharded.
   void MakeShard(const ShardMade& shard);
-  // Nothing where it is alive. What it is said to be for: its role, or that of what becomes of it.
+  // Nothing where it is alive. The buffer's use: its role, or that of what becomes of it.
   void Allocate(BufferId id, StreamId stream);
   // `parts`: only these; empty: what is left.
   void Free(BufferId id, const std::vector<std::int32_t>& parts = {},
@@ -28,7 +28,7 @@ class BufferMemory {
   void MakeView(BufferId src, BufferId dst);
 
   bool IsAlive(BufferId id) const { return memory_of_[static_cast<std::size_t>(id)] >= 0; }
-  // Its blocks by part, -1 where there is none. Of a buffer that is not alive: it is from now on.
+  // Its blocks by part, -1 where there is none. A buffer that is not alive is from now on.
   std::vector<std::int32_t>& PartsOf(BufferId id);
   // Whether its memory is in the space that is walked.
   bool IsHere(const Buffer& buffer) const;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What FSDP2's two copies of many tensors take from the caching allocator: a table of addresses and sizes
+// Temporaries of FSDP2's two copies of many tensors in the caching allocator: a table of addresses and sizes
 // that their one kernel reads, given back as soon as it is launched
 // (aten/src/ATen/native/cuda/TensorShape.cu).
 #pragma once

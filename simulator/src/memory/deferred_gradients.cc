@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/deferred_gradients.h"
 
 #include <algorithm>
 #include <set>
@@ -27,7 +26,7 @@ bool IsUnreduced(const Plan& plan, const MemoryBlock& block) {
   return false;
 }
 
-// Where backwards end, counted from the first step on.
+// The ends of backwards, counted from the first step on.
 class BackwardEnds {
  public:
   explicit BackwardEnds(const Plan& plan) {
@@ -39,7 +38,7 @@ class BackwardEnds {
     }
   }
   std::int64_t InStep(std::int32_t step) const { return before_[static_cast<std::size_t>(step)].back(); }
-  // Of the step, before the trigger in which the point is.
+  // The number of them in the step, before the trigger in which the point is.
   std::int64_t Before(const MemoryPoint& at) const {
     const std::vector<std::int64_t>& before = before_[static_cast<std::size_t>(at.step)];
     return before[static_cast<std::size_t>(

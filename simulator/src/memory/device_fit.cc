@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/device_fit.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -14,6 +12,7 @@
 #include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/reserved_memory.h"
 #include "text/format.h"
 
 namespace shardplan {
@@ -23,7 +22,8 @@ MemoryHistoryOptions HistoryOptions(const FitOptions& options) {
   return {.kernel_temporaries = options.kernel_temporaries};
 }
 
-// What ranks divide between them on the device. Everything else a rank has whole.
+// Whether ranks divide it between them on the device: shards and what is made of them. Everything else a rank
+// has whole.
 bool IsDividedOnDevice(std::int32_t category) {
   if (category >= internal::kBufferRoles) return false;
   const auto role = static_cast<BufferRole>(category);

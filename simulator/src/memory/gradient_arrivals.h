@@ -25,7 +25,7 @@
 
 namespace shardplan::internal {
 
-// What becomes of a gradient that a segment makes.
+// The destination of a gradient that a segment makes.
 struct GradientArrival {
   enum Kind : std::uint8_t {
     kStays,      // as it is made
@@ -39,7 +39,8 @@ struct GradientArrival {
 // Whether autograd adds up gradients of the plan that wait.
 bool AutogradAddsUp(const Plan& plan);
 
-// Of each gradient that the segment lists, by the first instruction behind `at` that has to do with it.
+// The arrival of each gradient that the segment lists, by the first instruction behind `at` that has to do
+// with it.
 std::vector<GradientArrival> ArrivalsOf(const Plan& plan, const Segment& segment, const MemoryPoint& at);
 
 // The entries of the segment behind which a gradient of the operator at entry `op` is converted, and added.

@@ -13,7 +13,7 @@
 namespace shardplan::internal {
 namespace {
 
-// Where the buffer has the parameter's gradient; parts_bytes.size(): nowhere.
+// The part of the buffer that has the parameter's gradient; parts_bytes.size(): none.
 std::size_t PartOf(const Buffer& buffer, std::int32_t parameter) {
   if (buffer.parameters.empty()) return 0;
   const auto found = std::ranges::find(buffer.parameters, parameter);
@@ -85,7 +85,7 @@ void GradientMemory::Arrive(std::int32_t entry) {
   std::erase_if(arriving_, [&](const Arriving& arriving) {
     if (arriving.behind >= entry) return false;
     const GradientArrival& arrival = arrivals_[arriving.gradient];
-    // What is alive already stays as it is.
+    // A buffer that is alive already stays as it is.
     if (arrival.kind == GradientArrival::kIsWidened)
       buffers_.Allocate(arrival.sum, blocks_.At(arriving.block).stream);
     blocks_.Free(arriving.block);
@@ -139,7 +139,7 @@ bool GradientMemory::IsShared(BufferId id) const {
          buffers_of_[static_cast<std::size_t>(buffer.unit)].size() > 1;
 }
 
-// Where the block of a parameter's gradient is noted that the buffer holds; nullptr: there is none.
+// The note of the block of a parameter's gradient that the buffer holds; nullptr: there is none.
 std::int32_t* GradientMemory::BlockOf(BufferId id, std::int32_t parameter) {
   for (const BufferId candidate : buffers_of_[static_cast<std::size_t>(BufferOf(id).unit)]) {
     if (!buffers_.IsAlive(candidate)) continue;

@@ -25,8 +25,8 @@ class GradientMemory {
   void ComeTo(std::int32_t entry) {
     if (!arriving_.empty()) Arrive(entry);
   }
-  // The gradients that the segment lists are alive from now on. What it allocated for a gradient that existed
-  // before was added to that one and is freed. Others are allocated as `block` says.
+  // The gradients that the segment lists are alive from now on. A block that was allocated for a gradient
+  // that existed before was added to that one and is freed. Others are allocated as `block` says.
   void EndSegment(const Segment& segment, MemoryBlock block);
 
   // ---- buffers ----

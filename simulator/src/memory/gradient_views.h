@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What FSDP1 takes for a moment where a micro-batch without synchronisation leaves its gradient unsharded.
+// Temporaries of FSDP1 for a moment in which a micro-batch without synchronisation leaves its gradient
+// unsharded.
 #pragma once
 
 #include <vector>

@@ -58,14 +58,14 @@ bool ReadAttention(const OperatorEvent& op, std::span<const Bytes> read, std::sp
   return found.head_dim > 0 && found.head_dim * found.batch_heads * found.queries == elements;
 }
 
-// What an efficient attention's backward reads, up to the logsumexp: behind it 2.15 has the random state on
+// The inputs of an efficient attention's backward up to the logsumexp: behind it 2.15 has the random state on
 // the device, a seed and an offset.
 std::span<const Bytes> WithoutRandomState(std::span<const Bytes> read) {
   while (!read.empty() && read.back().value == kIndexBytes) read = read.first(read.size() - 1);
   return read;
 }
 
-// As many splits of the keys as fill the multiprocessors nearly as well as any number would
+// The number of splits of the keys: as many as fill the multiprocessors nearly as well as any number would
 // (num_splits_heuristic, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp). `blocks` are there
 // without splits, `most` could run at once.
 std::int64_t FlashSplits(std::int64_t blocks, std::int64_t most, std::int64_t key_blocks) {
@@ -128,9 +128,8 @@ std::vector<KernelStep> FlashBackward(const OperatorEvent& op, const Attention& 
 // _efficient_attention_backward (.../transformers/cuda/attention_backward.cu): delta, and the workspace of
 // the gradient of the queries, tiles of floats with 16 bytes before each (kernel_backward.h). The kernels of
 // half precision compute delta themselves; for the others it is the sum of a product, turned (a single head's
-// lies right as it is). Those of half
-// precision with long heads have sums of the gradients of keys and values, too, for every split of the keys:
-// as many as 200 blocks of threads need.
+// lies right as it is). Kernels of half precision with long heads have sums of the gradients of keys and
+// values, too, for every split of the keys: as many as 200 blocks of threads need.
 std::vector<KernelStep> EfficientBackward(const OperatorEvent& op, const Attention& a) {
   const bool half = SizeBytes(op.dtype) == 2;
   const std::int64_t tile_queries = a.head_dim <= 64 ? 64 : 128;
@@ -152,7 +151,7 @@ std::vector<KernelStep> EfficientBackward(const OperatorEvent& op, const Attenti
           GiveBack(1),          GiveBack(0),   Take(workspace)};
 }
 
-// What cub takes at once: each of its parts a multiple of 256 bytes, and room to align the first.
+// Memory that cub takes at once: each of its parts a multiple of 256 bytes, and room to align the first.
 std::int64_t CubBytes(std::initializer_list<std::int64_t> parts) {
   std::int64_t bytes = 255;
   for (const std::int64_t part : parts) bytes += RoundUp(part, 256);

@@ -16,7 +16,8 @@
 
 namespace shardplan::internal {
 
-// One thing that an operator's host code does, in order. What is not given back is when the operator ends.
+// One thing that an operator's host code does, in order. Memory that no step gives back is given back when
+// the operator ends.
 struct KernelStep {
   enum class Kind : std::uint8_t { kTake, kGiveBack, kOutputs };
   Kind kind = Kind::kTake;
@@ -25,15 +26,15 @@ struct KernelStep {
   std::int32_t count = 0;  // kGiveBack: which of those taken; kOutputs: so many are allocated here
 };
 
-// What an operator works on, as far as its record does not say it.
+// Operands of an operator that its record does not say.
 struct KernelOperands {
   std::span<const Bytes> read, written;  // of the storages in op.reads and op.writes, 0 where unknown
   bool makes_gradient = false;           // it writes the gradient of a parameter
   std::int64_t sequences = 0;            // of a micro-batch, 0 where unknown
 };
 
-// What one operator takes, and where in between it allocates its outputs: the rest of them where its steps
-// end. Empty: nothing. What cannot be derived from the operands is left out.
+// The temporaries of one operator, and the step at which it allocates its outputs: the rest of them where its
+// steps end. Empty: nothing. Temporaries that cannot be derived from the operands are left out.
 std::vector<KernelStep> KernelSteps(const OperatorEvent& op, const KernelOperands& operands,
                                     const Device& device, const PyTorchRules& rules);
 

@@ -21,7 +21,7 @@ void AdviseFewerParameters(AliveMemory& alive) {
   Set(alive, "needed now; units of fewer parameters", Bytes{0});
 }
 
-// What lies in a unit's gathered parameters and is not needed now could be resharded, or gathered later.
+// Gathered parameters that are not needed now could be resharded, or gathered later.
 void AdviseUnsharded(const Plan& plan, AliveMemory& alive) {
   if (alive.in_use) return AdviseFewerParameters(alive);
   const bool is_root = alive.unit >= 0 && plan.units[static_cast<std::size_t>(alive.unit)].fqn.empty();

@@ -11,14 +11,14 @@
 
 namespace shardplan::internal {
 
-// Of a dense tensor.
+// Bytes of a dense tensor.
 inline Bytes TensorBytes(const std::vector<std::int64_t>& shape, DType dtype) {
   Bytes bytes{SizeBytes(dtype)};
   for (const std::int64_t size : shape) bytes.value *= size;
   return bytes;
 }
 
-// Where the walk is.
+// The position of the walk.
 struct MemoryCursor {
   MemoryPoint at;
   std::int32_t microbatch = 0;  // of the compute there

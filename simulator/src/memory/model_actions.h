@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What segments do to memory, read from a plan once: most of a history.
+// Effects of segments on memory, read from a plan once: most of a history.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace shardplan::internal {
 
-// What happens to memory at an entry of a segment.
+// The effect of an entry of a segment on memory.
 struct ModelAction {
   enum Kind : std::uint8_t { kMakes, kMakesGrad, kDrops, kRuns };
   Bytes bytes;

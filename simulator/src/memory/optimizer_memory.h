@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the optimizer's step takes: its states, once, and its temporaries.
+// Memory of the optimizer's step: its states, once, and its temporaries.
 #pragma once
 
 #include <cstdint>

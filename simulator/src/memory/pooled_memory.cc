@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/simulator/pooled_memory.h"
-
 #include <algorithm>
 #include <map>
 #include <utility>
 
 #include "memory/sink.h"
+#include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan {
 namespace {

@@ -64,7 +64,7 @@ class Profiler final : public internal::MemorySink {
     for (const std::int64_t bytes : by_category) profile_.peak_by_category.push_back({bytes});
   }
 
-  // What is alive before the first step of which samples are recorded, a sample each.
+  // Records memory that is alive before the first recorded step, a sample each.
   void RecordAll() {
     for (std::size_t c = 0; c < by_category_.size(); ++c) {
       if (by_category_[c] == 0) continue;
@@ -196,7 +196,7 @@ class Profiler final : public internal::MemorySink {
   MemoryPoint step_peak_at_;
   bool peak_is_now_ = false;
   bool recording_ = false;
-  // Where samples of a segment stand among its operators.
+  // The place of a segment's samples among its operators.
   const Segment* segment_ = nullptr;
   MemoryPoint segment_at_;
   std::int32_t entry_ = 0;

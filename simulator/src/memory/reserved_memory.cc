@@ -16,8 +16,8 @@ namespace {
 using Order = std::tuple<std::int32_t, std::int32_t, std::int32_t>;
 Order OrderOf(const MemoryPoint& at) { return {at.step, at.trigger, at.instruction}; }
 
-// What the host knows to be done: by stream, how many of the allocator's events on it (clocks over streams,
-// as the program's records and waits carry them).
+// Work that the host knows to be done: by stream, how many of the allocator's events on it (clocks over
+// streams, as the program's records and waits carry them).
 class PassedEvents {
  public:
   PassedEvents(const Plan& plan, CachingAllocator& allocator)

@@ -4,7 +4,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "shardplan/simulator/memory_rows.h"
+#include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan {
 namespace {
@@ -122,7 +122,7 @@ class RowReader {
     RowOf(name + ".before", trigger.unit);
   }
 
-  // What the model does follows a hook's own instructions.
+  // The model's own work follows a hook's own instructions.
   void CloseHook(const Trigger& trigger, const std::string& name) {
     if (!hook_begun_) BeginHook(trigger, name);
     hook_open_ = false;

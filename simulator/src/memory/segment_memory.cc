@@ -154,7 +154,7 @@ void SegmentMemory::RunCublas(const OperatorEvent& op, const Segment& segment, c
                     .stream = block.stream});
 }
 
-// What the storage has in the micro-batch that runs.
+// The memory of the storage in the micro-batch that runs.
 inline ModelMemory& SegmentMemory::Storage(StorageId storage) {
   const std::size_t batch = static_cast<std::size_t>(std::max(cursor_.microbatch, 0));
   const std::size_t index = batch * storages_per_batch_ + static_cast<std::size_t>(storage);

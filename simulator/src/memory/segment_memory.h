@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What segments take and drop: the model's own storages, and what kernels take inside themselves.
+// Memory that segments take and drop: the model's own storages, and temporaries of kernels.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class SegmentMemory {
 
  private:
   static constexpr std::size_t kNoKernel = static_cast<std::size_t>(-1);
-  // What an operator has taken so far.
+  // The memory that an operator has taken so far.
   struct Kernel {
     std::size_t entry = kNoKernel;  // the operator's, in the segment
     std::vector<KernelStep> steps;

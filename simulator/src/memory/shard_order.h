@@ -16,9 +16,9 @@ struct ShardMade {
   bool operator==(const ShardMade&) const = default;
 };
 
-// The parts of all persistent param_sharded buffers. Of per_parameter units in the order of the model's
-// parameters (`to_empty` of a model that was sharded on the meta device); of flat units as modules are
-// wrapped, the inner ones first.
+// The parts of all persistent param_sharded buffers. Shards of per_parameter units come in the order of the
+// model's parameters (`to_empty` of a model that was sharded on the meta device); those of flat units as
+// modules are wrapped, the inner ones first.
 std::vector<ShardMade> ShardsInOrder(const Plan& plan);
 
 }  // namespace shardplan::internal

@@ -11,7 +11,7 @@
 
 namespace shardplan::internal {
 
-// What the model allocates inside a segment and no buffer stands for: most of what happens.
+// Memory that the model allocates inside a segment and no buffer stands for: most of what happens.
 struct ModelMemory {
   Bytes requested_bytes;
   std::int32_t category = -1;  // -1: not alive
@@ -31,7 +31,7 @@ class MemorySink {
   virtual void FreeOfModel(const ModelMemory& memory, const MemoryPoint& at) = 0;
   // A block that the model has made turns out to be a buffer's: its unit, buffer and part are others.
   virtual void Rename(const MemoryBlock& /*block*/) {}
-  // What came so far was there before the steps (MemoryHistory::first_recorded). May come again: then all
+  // Everything so far was there before the steps (MemoryHistory::first_recorded). May come again: then all
   // that came so far was.
   virtual void BeginRecorded() = 0;
 };

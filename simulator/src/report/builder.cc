@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "cost/fixed_log.h"
+#include "cost/operator_class.h"
 #include "shardplan/schemas/assert.h"
-#include "shardplan/simulator/deferred_gradients.h"
-#include "shardplan/simulator/operator_class.h"
+#include "shardplan/simulator/memory_profile.h"
 #include "text/instruction_text.h"
 
 namespace shardplan::internal {
@@ -130,7 +130,7 @@ struct KernelSum {
 // By index into OperatorClasses.
 using ClassSums = std::vector<KernelSum>;
 
-// Kernels of each segment by class. What takes no time launches none.
+// Kernels of each segment by class. An operator that takes no time launches none.
 std::vector<ClassSums> SumsOfSegments(const Plan& plan, const EngineProgram& program) {
   std::unordered_map<std::string_view, std::size_t> class_of;
   std::vector<ClassSums> sums(plan.segments.size(), ClassSums(OperatorClasses().size()));
@@ -203,7 +203,7 @@ class MatmulNames {
   std::unordered_map<std::string_view, bool> known_;
 };
 
-// Where the figures come from.
+// The sources of the figures.
 void FillNotes(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
                const MemoryProfile& memory, const MemoryProfile& memory_of_host, const ModelFlops& flops,
                Report& report) {
@@ -263,7 +263,7 @@ void ForEachSegment(const Plan& plan, std::size_t step, Visit visit) {
   }
 }
 
-// Of a step in which nothing is recomputed.
+// FLOPs of a step in which nothing is recomputed.
 std::map<DType, std::int64_t> FlopsByDType(const Plan& plan, const EngineProgram& program, std::size_t step) {
   std::map<DType, std::int64_t> by_dtype;
   ForEachSegment(plan, step, [&](std::size_t segment) {
@@ -272,7 +272,7 @@ std::map<DType, std::int64_t> FlopsByDType(const Plan& plan, const EngineProgram
   return by_dtype;
 }
 
-// What is recomputed is counted apart: it is the only thing in a backward that writes what is born in one.
+// Recomputation is counted apart: it is the only thing in a backward that writes what is born in one.
 std::map<DType, std::int64_t> FlopsByDType(const Plan& plan, std::size_t step,
                                            std::int64_t& recomputed_flops) {
   std::map<DType, std::int64_t> by_dtype;

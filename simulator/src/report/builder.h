@@ -6,9 +6,9 @@
 
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/report.h"
-#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan::internal {
 

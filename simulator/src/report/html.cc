@@ -11,7 +11,7 @@
 #include "report/page.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/instruction_set.h"
-#include "shardplan/simulator/compare_measured.h"
+#include "shardplan/simulator/measurements.h"
 #include "shardplan/simulator/simulate.h"
 #include "text/format.h"
 #include "text/instruction_text.h"

@@ -32,7 +32,7 @@ constexpr int kDevice = 0;
 // PyTorch's default stream is 7 in Kineto's counting; others come behind it.
 constexpr int kFirstStream = 7;
 
-// As c10 names scalar types.
+// The names of scalar types in c10.
 std::string_view ScalarType(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
@@ -229,8 +229,8 @@ class KinetoWriter final : private PlanRanges {
   }
 
   // ---- the host's clock ----
-  // Of two things that the simulated host does at the same moment the later one is a nanosecond later: what
-  // is nested, and what is launched inside a range, follows from the times.
+  // If the simulated host does two things at the same moment, the later one is a nanosecond later: nesting,
+  // and launches inside a range, follow from the times.
   Nanoseconds Tick(Nanoseconds at = {}) {
     now_ = std::max(now_ + Nanoseconds{1}, at);
     return now_;
@@ -313,7 +313,7 @@ class KinetoWriter final : private PlanRanges {
     return Tick(times.host ? times.host->end_ns : Nanoseconds{});
   }
 
-  // What the host launches from `from` to `to`, and its work on the device.
+  // Writes a launch of the host from `from` to `to`, and its work on the device.
   void WriteLaunch(std::string_view operation, Nanoseconds from, Nanoseconds to, const Span& on,
                    Nanoseconds begin, Nanoseconds end, std::string_view kernel, Event arguments,
                    std::string_view category = "kernel") {
@@ -421,8 +421,8 @@ class KinetoWriter final : private PlanRanges {
     Nanoseconds begin_ns, end_ns;
   };
 
-  // One behind the other, none before the host has issued it, each `ppm` of what it takes alone. Where the
-  // last one ends.
+  // One behind the other, none before the host has issued it, each `ppm` of what it takes alone. Returns the
+  // end of the last one.
   static Nanoseconds Place(std::vector<Kernel>& kernels, Nanoseconds begin, std::int64_t ppm) {
     Nanoseconds at = begin;
     for (Kernel& kernel : kernels) {
@@ -435,7 +435,7 @@ class KinetoWriter final : private PlanRanges {
     return at;
   }
 
-  // The span says when the segment began and ended. What slowed its kernels is spread evenly over them.
+  // The span says when the segment began and ended. The slowdown of its kernels is spread evenly over them.
   static void Fit(std::vector<Kernel>& kernels, const Span& span) {
     std::int64_t low = 0, high = 1'000'000;
     while (Place(kernels, span.start_ns, high) < span.end_ns && high < std::int64_t{1} << 50) high *= 2;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The memory page: the figures as one JSON object, and the page that draws them
 // (simulator/src/report/page/memory.js).
-#include "shardplan/simulator/memory_page.h"
 
 #include <fmt/format.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both writers of trace events share.
+// Helpers that both writers of trace events share.
 #pragma once
 
 #include "shardplan/schemas/quantity.h"

@@ -13,10 +13,10 @@
 
 #include "events.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/precision.h"
 #include "shardplan/schemas/program.h"
-#include "shardplan/schemas/pytorch_version.h"
-#include "shardplan/schemas/setters.h"
+#include "shardplan/schemas/pytorch_rules.h"
 
 namespace shardplan::conformance {
 namespace {

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The arena of every recorded and golden case: what is alive at the same time never overlaps.
-#include "shardplan/executor/arena.h"
-
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "shardplan/executor/device.h"
 #include "shardplan/planner/planner.h"
 #include "tests/executor/virtual/plan_cases.h"
 #include "tests/planner/random_cases.h"

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is done on demand computes the right numbers, in whatever order the streams run: the procedures of
 // every plan that the planner makes, as a program of steps.
-#include "shardplan/schemas/on_demand.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/executor/virtual/checked_run.h"
 #include "tests/executor/virtual/plan_cases.h"

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "shardplan/planner/planner.h"
-#include "shardplan/schemas/on_demand.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/executor/virtual/checked_run.h"
 #include "tests/executor/virtual/edits.h"

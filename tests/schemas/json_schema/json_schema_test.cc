@@ -15,7 +15,6 @@
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/pytorch_rules.h"
-#include "shardplan/schemas/pytorch_version.h"
 #include "tests/schemas/json_schema/page_tables.h"
 
 namespace shardplan {

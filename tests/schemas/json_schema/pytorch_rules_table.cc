@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 
 #include "shardplan/schemas/pytorch_rules.h"
-#include "shardplan/schemas/pytorch_version.h"
 #include "tests/schemas/json_schema/page_tables.h"
 
 namespace shardplan {

@@ -13,7 +13,7 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
-#include "shardplan/schemas/pytorch_version.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/simulate.h"
 #include "support.h"
 #include "texts/figures.h"

@@ -8,10 +8,9 @@
 #include "flags/file_flag.h"
 #include "flags/memory_budget.h"
 #include "memory_input.h"
-#include "shardplan/simulator/deferred_gradients.h"
-#include "shardplan/simulator/device_fit.h"
-#include "shardplan/simulator/memory_page.h"
-#include "shardplan/simulator/memory_rows.h"
+#include "shardplan/simulator/memory_explanation.h"
+#include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/reserved_memory.h"
 #include "support.h"
 #include "texts/memory_text.h"
 

@@ -17,9 +17,8 @@
 #include "flags/plan_flags.h"
 #include "shardplan/planner/fsdp2_settings.h"
 #include "shardplan/planner/optimize.h"
-#include "shardplan/planner/variants.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/schemas/pytorch_version.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/simulator/memory_profile.h"
 #include "support.h"
@@ -175,7 +174,7 @@ std::string Text(const OptimizeOutput& output) {
     text += fmt::format("  {:<13}{:+10.3f} ms{}  {}\n", decision.decision, ms(decision.worth_ns),
                         decision.fits_without ? "" : " (not in the budget)", decision.chosen);
   }
-  text += "\nwhat people set\n";
+  text += "\ncommon settings\n";
   for (const BaselineReport& baseline : r.baselines) {
     std::string note = baseline.fits ? "" : "  not in the budget";
     if (baseline.cache_releases > 0) note += fmt::format("  {} cache releases", baseline.cache_releases);

@@ -14,7 +14,6 @@
 #include "flags/file_flag.h"
 #include "flags/plan_flags.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/planner/schedule.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/precision.h"

@@ -10,7 +10,7 @@
 #include "flags/file_flag.h"
 #include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/io.h"
-#include "shardplan/simulator/simulate_reshard.h"
+#include "shardplan/simulator/simulate.h"
 #include "state_layouts.h"
 #include "support.h"
 

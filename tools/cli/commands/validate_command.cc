@@ -9,7 +9,6 @@
 #include "shardplan/checkpoints/reshard.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
-#include "shardplan/verifier/known_faults.h"
 #include "shardplan/verifier/verifier.h"
 #include "support.h"
 

@@ -12,13 +12,13 @@
 
 #include "flags/memory_budget.h"
 #include "flags/mesh_flag.h"
-#include "shardplan/planner/frameworks.h"
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/printable.h"
 #include "shardplan/schemas/program.h"
-#include "shardplan/schemas/pytorch_version.h"
-#include "shardplan/schemas/trace_check.h"
+#include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/caching_allocator.h"
 
 namespace shardplan::cli {

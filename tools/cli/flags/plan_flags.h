@@ -12,7 +12,7 @@
 #include "flags/fsdp2_flags.h"
 #include "flags/policy_flags.h"
 #include "shardplan/planner/planner.h"
-#include "shardplan/planner/policy_library.h"
+#include "shardplan/planner/policy.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/strategy.h"
 
@@ -23,7 +23,7 @@ struct PlanFlags {
   std::string policy;
   std::vector<std::string> mesh;   // "replicate=2"
   std::vector<std::string> units;  // rules as UnitRule::modules
-  std::string units_of;            // a framework's (frameworks.h)
+  std::string units_of;            // a framework's (planner.h)
   std::optional<std::string> reshard_after_forward;
   std::optional<std::string> backward_prefetch;
   std::optional<std::string> forward_prefetch;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "flags/flag_group.h"
-#include "shardplan/planner/policy_library.h"
+#include "shardplan/planner/policy.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/strategy.h"
 

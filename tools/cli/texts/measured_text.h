@@ -6,7 +6,7 @@
 #include <string>
 
 #include "shardplan/schemas/report.h"
-#include "shardplan/simulator/compare_measured.h"
+#include "shardplan/simulator/measurements.h"
 
 namespace shardplan::cli {
 

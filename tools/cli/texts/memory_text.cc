@@ -8,8 +8,8 @@
 #include <nlohmann/json.hpp>
 
 #include "shardplan/schemas/printable.h"
-#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan::cli {
 namespace {

@@ -6,10 +6,8 @@
 #include <string_view>
 
 #include "shardplan/schemas/plan.h"
-#include "shardplan/simulator/deferred_gradients.h"
-#include "shardplan/simulator/device_fit.h"
 #include "shardplan/simulator/memory_explanation.h"
-#include "shardplan/simulator/memory_rows.h"
+#include "shardplan/simulator/memory_profile.h"
 #include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan::cli {

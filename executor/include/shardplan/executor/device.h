@@ -13,14 +13,82 @@
 // Allocate, Free and MakeAlias take effect in host order.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/quantity.h"
 
 namespace shardplan::executor {
+
+// How many bytes of device memory are allocated, as the allocator is asked for them. Each allocation is
+// rounded up as the CUDA caching allocator rounds. Any thread may allocate and free.
+class AllocationCount {
+ public:
+  static constexpr std::int64_t kGranularityBytes = 512;
+
+  AllocationCount() = default;
+  // With that much allocated already, rounded.
+  explicit AllocationCount(Bytes allocated) : now_(allocated.value), peak_(allocated.value) {}
+
+  void Allocated(std::int64_t requested) {
+    const std::int64_t rounded = Rounded(requested);
+    const std::int64_t now = now_.fetch_add(rounded) + rounded;
+    for (std::int64_t peak = peak_; peak < now && !peak_.compare_exchange_weak(peak, now);) {
+    }
+  }
+  void Freed(std::int64_t requested) { now_ -= Rounded(requested); }
+  Bytes now() const { return {now_.load()}; }
+  // The most that was allocated at once since this was asked last.
+  Bytes TakePeak() {
+    const std::int64_t now = now_;
+    return {std::max(peak_.exchange(now), now)};
+  }
+  static std::int64_t Rounded(std::int64_t bytes) {
+    return (bytes + kGranularityBytes - 1) / kGranularityBytes * kGranularityBytes;
+  }
+
+ private:
+  std::atomic<std::int64_t> now_{0};
+  std::atomic<std::int64_t> peak_{0};
+};
+
+// A static arena: every buffer of a plan at an address of its own, the same in every step.
+//
+// [Note: what may share an address]
+// Two buffers share memory when they are never alive at the same time, in any step, and were allocated on the
+// same stream: the rule of a caching allocator's pools, so that what holds of a plan there holds here. Where
+// a plan's free names further streams (safe_after), whoever gets the address next waits for what they were
+// given until then.
+//
+// Not in the arena: what outlives the plan's frees because a user may hold it (sharded gradients and the
+// reduced ones that become them), what autograd allocates, the persistent shards, and host memory.
+enum class MemorySource : std::uint8_t {
+  kAllocator,  // LibTorch's caching allocator
+  kArena,
+};
+
+struct ArenaLayout {
+  std::int64_t size_bytes = 0;
+  // By BufferId: the buffer's first byte in the arena, -1: it is not in it. Its parts follow one another,
+  // each at a multiple of kArenaAlignment.
+  std::vector<std::int64_t> offsets;
+  // By BufferId: the buffers whose memory overlaps with it, ascending.
+  std::vector<std::vector<BufferId>> sharers;
+};
+
+inline constexpr std::int64_t kArenaAlignment = 512;
+
+// Bytes of the arena that a buffer takes, and where in them its part begins.
+std::int64_t ArenaBytes(const Buffer& buffer);
+std::int64_t ArenaPartOffset(const Buffer& buffer, std::int32_t part);
+
+// Deterministic. About as large as what of each stream is alive at once.
+ArenaLayout LayOutArena(const Plan& plan);
 
 using CopyId = std::int32_t;
 

@@ -24,7 +24,6 @@
 #include <string>
 #include <vector>
 
-#include "shardplan/executor/allocation_count.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/executor/device.h"
 #include "shardplan/schemas/error.h"
@@ -55,7 +54,7 @@ struct RecordedInstruction {
   Bytes allocated_bytes;  // when the host has issued it
 };
 
-struct RecordedStep {
+struct MeasuredStep {
   std::int64_t begin_ns = 0;  // the host's first trigger of it
   std::int64_t end_ns = 0;    // ... of the next step
   SpanTimes on_device;        // when the compute stream comes to them: the host may be far ahead
@@ -67,7 +66,7 @@ struct RecordedStep {
 };
 
 struct Recording {
-  std::vector<RecordedStep> steps;                // steady ones
+  std::vector<MeasuredStep> steps;                // steady ones
   std::vector<std::int64_t> unrecorded_steps_ns;  // steps between them, in the compute stream
   std::int64_t abandoned = 0;  // steps that left the plan, or were given up, while recorded
 };
@@ -133,13 +132,13 @@ class StepRecorder {
   bool model_runs_itself_ = false;
   std::int64_t warmup_left_;
   bool finished_ = false;
-  std::vector<RecordedStep> steps_;
+  std::vector<MeasuredStep> steps_;
   std::int64_t ended_steps_ = 0;  // recorded or passed by
   std::int64_t abandoned_ = 0;
 
   enum class Open : std::uint8_t { kNothing, kRecorded, kUnrecorded };
   Open open_ = Open::kNothing;  // the step under way
-  RecordedStep step_;
+  MeasuredStep step_;
   std::int64_t spans_of_step_ = 0;
   SpanId next_span_ = 0;
   std::vector<SpanId> ended_;  // by stream: the span behind whose end nothing was issued; -1: unknown

@@ -15,7 +15,6 @@
 #include <memory>
 #include <vector>
 
-#include "shardplan/executor/allocation_count.h"
 #include "shardplan/executor/device.h"
 #include "shardplan/executor/step_recorder.h"
 

@@ -37,10 +37,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "shardplan/executor/arena.h"
+#include "shardplan/executor/checkpoints.h"
+#include "shardplan/executor/device.h"
 #include "shardplan/executor/module_calls.h"
 #include "shardplan/executor/peers.h"
-#include "shardplan/executor/session.h"
 #include "shardplan/executor/training_error.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"

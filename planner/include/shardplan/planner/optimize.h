@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/cluster.h"
@@ -28,7 +29,7 @@ struct OptimizeProgress {
 };
 
 struct OptimizeOptions {
-  // The limit of reserved bytes on a rank (device_fit.h). Default: the device's memory.
+  // The limit of reserved bytes on a rank (reserved_memory.h). Default: the device's memory.
   std::optional<Bytes> budget;
   bool may_change_policy = false;  // the plan may be of another policy than the strategy's
   bool may_checkpoint = false;
@@ -55,7 +56,7 @@ struct OptimizeOptions {
   std::int32_t threads = 1;
   const std::atomic<bool>* stop = nullptr;  // true: give the best so far
   std::function<void(const OptimizeProgress&)> on_progress;
-  std::function<void(const std::string&)> on_variant;  // another search begins: of a variant (variants.h)
+  std::function<void(const std::string&)> on_variant;  // another search begins: of a variant
 };
 
 // The values of OptimizeOptions::fixed.
@@ -73,5 +74,48 @@ struct OptimizeOutput {
 // The same answer on any number of threads, unless a time limit or `stop` ends the search.
 Result<OptimizeOutput> Optimize(const Trace& trace, const Strategy& job, const Cluster& cluster,
                                 const OptimizeOptions& options);
+
+// A job whose mesh, or whose micro-batch, is a decision, too: each is optimised, and the fastest is taken
+// (docs/reference/optimize.md).
+
+// Both outlive what is made of them.
+struct NamedTrace {
+  std::string path;
+  const Trace* trace = nullptr;
+};
+
+struct JobVariant {
+  const Trace* trace = nullptr;
+  Strategy job;
+  VariantReport says;  // its outcome is OptimizeVariants' to fill
+};
+
+struct VariantOptions {
+  bool meshes = false;  // the mesh is a decision
+  // Samples of a step over all ranks: the micro-batch, of the traces', and how many of them a step has are
+  // decisions.
+  std::optional<std::int64_t> global_batch;
+};
+
+// "mesh replicate=2,shard=4, micro-batch 2 x 4 a step".
+std::string VariantText(const VariantReport& variant);
+
+// Meshes to shard over, the largest shard first: all ranks, whole nodes, and parts of a node, all that divide
+// the ranks. Not ranks alone: the bound knows little of plans without collectives of shards.
+std::vector<std::vector<StrategyMeshDim>> MeshesOf(const Cluster& cluster);
+
+// Samples of a trace's micro-batch: the first dimension, which all its inputs have. kBadInput: they do not.
+Result<std::int64_t> MicrobatchSizeOf(const Trace& trace);
+
+// Every mesh with every trace. One variant where neither is a decision. kUsage: the job has a mesh or a
+// training loop of its own where these are decisions, or the global batch is no multiple of a micro-batch on
+// all ranks. kBadInput: the traces are not of one model at different micro-batches.
+Result<std::vector<JobVariant>> MakeVariants(const std::vector<NamedTrace>& traces, const Strategy& job,
+                                             const Cluster& cluster, const VariantOptions& options);
+
+// The fastest of the variants' plans: each variant is searched as Optimize does, with the whole limit of
+// plans, unless it is proven that none of its plans fits or is faster. A time limit is for all of them.
+Result<OptimizeOutput> OptimizeVariants(const std::vector<JobVariant>& variants, const Cluster& cluster,
+                                        const OptimizeOptions& options);
 
 }  // namespace shardplan

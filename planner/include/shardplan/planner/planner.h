@@ -3,6 +3,7 @@
 // table of contents.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
@@ -12,6 +13,7 @@
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/quantity.h"
 #include "shardplan/schemas/strategy.h"
 #include "shardplan/schemas/trace.h"
 
@@ -37,7 +39,7 @@ struct PlanOptions {
   bool verify = true;
   // Passes that do not run.
   std::vector<std::string> skip;
-  // Of a strategy whose policy is not built in (policy.h, policy_library.h); null: there is none. The passes
+  // Of a strategy whose policy is not built in (policy.h); null: there is none. The passes
   // build_graph and linearise do not run then.
   const PolicyDescription* policy = nullptr;
   // Called with a pass's name and its wall time when it ends.
@@ -78,5 +80,38 @@ Result<std::vector<std::string>> MatchModules(const Trace& trace, std::string_vi
 
 // The default units: one per repeated block class (children of ModuleLists), the root last.
 std::vector<UnitRule> DefaultUnits(const Trace& trace);
+
+// The partial order of a plan's instructions: what may move, and how far (docs/internals/schedule-graph.md).
+
+// The schedule graph of a step as GraphViz text, without edges that follow from others. The plan verifies.
+// Time and memory of the square of the step's instructions.
+std::string ScheduleGraphviz(const Plan& plan, std::int32_t step);
+
+// The duration of an instruction of a step, by its trigger and its index there.
+using InstructionDuration = std::function<Nanoseconds(std::int32_t trigger, std::int32_t instruction)>;
+
+// For a reader: the graph's edges by kind, between which triggers each collective may move, which
+// instructions nothing can move across, and the critical path by `duration_ns` (null: left out).
+std::string ExplainSchedule(const Plan& plan, std::int32_t step,
+                            const InstructionDuration& duration_ns = nullptr);
+
+// What frameworks do around FSDP, each as the release named here does it: the units that they make and the
+// operators that they keep. Tests hold both against the installed packages (tools/requirements-alone.txt).
+
+inline constexpr std::string_view kTorchtitanVersion = "0.3.0";
+
+// torchtitan's selective checkpointing by operator (torchtitan/distributed/activation_checkpoint.py,
+// SelectiveAC), with what torch 2.15 calls compute-intensive: operators whose results are kept, of products
+// without a bias every second is run again; no early stop. `modules` is empty.
+const CheckpointRule& TorchtitanSelectiveCheckpointing();
+
+// "accelerate", "torchtitan", "peft".
+std::span<const std::string_view> FrameworksWithUnits();
+
+// The units that a framework makes of the traced model under strategy.policy, the root last: accelerate 1.15,
+// torchtitan 0.3, peft 0.21. kUsage: no such framework, or it does not have the policy. kBadInput: the trace
+// does not say what the framework asks the model (Module::parts), or it wraps no such model.
+Result<std::vector<UnitRule>> UnitsOfFramework(std::string_view framework, const Trace& trace,
+                                               const Strategy& strategy);
 
 }  // namespace shardplan

@@ -16,8 +16,8 @@
 
 #include "shardplan/planner/hook_points.h"
 #include "shardplan/schemas/error.h"
-#include "shardplan/schemas/instruction_sharing.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/program.h"
 #include "shardplan/schemas/trace.h"
 
 namespace shardplan {

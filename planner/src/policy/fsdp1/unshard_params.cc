@@ -11,7 +11,7 @@
 
 #include "policy/fsdp1/flat_param_grad.h"
 #include "policy/fsdp1/runtime_utils.h"
-#include "shardplan/schemas/setters.h"
+#include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan::fsdp1 {
 namespace {

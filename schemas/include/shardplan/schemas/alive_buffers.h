@@ -44,4 +44,18 @@ class AliveBuffers {
   std::vector<bool> alive_;
 };
 
+// Activations that a plan moves to host memory and back (docs/reference/plan-format.md): buffers of the role
+// activation, whose parts are storages of the model. Segments make and free the storages one by one.
+
+// The effect of a segment on one of them. A segment that only reads or writes storages has neither.
+struct ActivationTouch {
+  BufferId buffer = -1;
+  std::vector<StorageId> made, freed;
+  bool operator==(const ActivationTouch&) const = default;
+};
+
+// By segment: the activation buffers of which it makes, uses or frees a storage, in the order in which it
+// comes to them. A storage that is in several buffers counts for the last.
+std::vector<std::vector<ActivationTouch>> ActivationsTouched(const Plan& plan);
+
 }  // namespace shardplan

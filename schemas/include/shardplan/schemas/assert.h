@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Assertions on invariants: what the code relies on and no input can break. What a document, a caller or the
-// environment can get wrong is an Error (error.h), never an assertion.
+// Assertions on invariants: what the code relies on and no input can break. Faults of a document, a caller or
+// the environment are Errors (error.h), never assertions.
 //
 //   SHARDPLAN_ASSERT(src < buffers.size(), "CheckInstruction lets only ids of the tables through");
 //

@@ -43,8 +43,7 @@ struct ComputeRate {
   std::vector<EfficiencyPoint>
       efficiency;                 // ascending flops, interpolated in log(flops), clamped; empty: 100 %
   std::vector<MatmulRow> shapes;  // ascending output_elements; of products of matrices, before `efficiency`
-  // Of fused attention: at this sequence it reaches half of its rate, at a sequence s the part s / (s +
-  // half).
+  // Fused attention reaches half of its rate at this sequence, and at a sequence s the part s / (s + half).
   std::int64_t half_rate_sequence = 0;
   bool operator==(const ComputeRate&) const = default;
 };

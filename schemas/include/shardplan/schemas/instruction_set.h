@@ -3,9 +3,9 @@
 // checks of operands, GraphViz, the JSON Schema and the table in docs/reference/plan-format.md take names and
 // fields from here.
 //
-// The table says what an instruction has, and its effects on lifetimes, order and values. What follows from
-// the effects is written once, over a column. What gives a meaning (costs, proofs, execution) is a switch
-// over a column or over kinds, without a default: what it forgets does not compile.
+// The table says what an instruction has, and its effects on lifetimes, order and values. A rule that follows
+// from the effects is written once, over a column. A meaning (a cost, a proof, an execution) is a switch over
+// a column or over families, without a default: a kind that it forgets does not compile.
 #pragma once
 
 #include <array>
@@ -406,8 +406,8 @@ constexpr bool Reads(const BufferOperand& operand) {
   return operand.access == Access::kRead || operand.access == Access::kReadWrite;
 }
 
-// Every operand that the kind needs is there, and every id names something (-1: none). Where the host itself
-// works (no stream), all memory is the host's. The error has no pointer.
+// Every operand that the kind needs is there, and every id names something (-1: none). All memory is the
+// host's if the host itself works (no stream). The error has no pointer.
 //
 // Which roles the buffers may have, and of which unit they are, is the verifier's.
 Status CheckOperands(const Plan& plan, const Instruction& instruction);

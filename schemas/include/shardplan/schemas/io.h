@@ -67,12 +67,11 @@ Result<Certificate> ReadCertificate(const std::string& path);
 Result<Optimization> ReadOptimization(const std::string& path);
 Result<Document> ReadDocument(const std::string& path);
 
-// Writes a file without a name (where the file system has none: with a hidden one) in the same folder,
-// flushes it, and gives it the name `path`, with the owner and the mode of what had that name: `path` has the
-// old bytes or all the new ones, and no signal leaves anything beside it. What a killed writer could not
-// remove, the next one in the folder does. A link stays a link. Pipes and devices are written to.
-// kEnvironment when it cannot be done: a full disk, a missing folder, a folder in place of a file, no
-// permission.
+// Writes a file without a name in the same folder (a hidden one where the file system has none), flushes it,
+// and gives it the name `path`, with the owner and the mode of the file that had that name. `path` has the
+// old bytes or all the new ones, and no signal leaves anything beside it. The next writer in the folder
+// removes what a killed one left. A link stays a link. Pipes and devices are written to. kEnvironment when it
+// cannot be done: a full disk, a missing folder, a folder in place of a file, no permission.
 Status WriteFileAtomically(const std::string& path, std::string_view bytes);
 
 // The file that a write to `path` makes or replaces: links followed, its folder in canonical form.
@@ -87,5 +86,27 @@ Status WriteStandardOutput(std::string_view bytes);
 std::string Digest(std::string_view bytes);
 // Digest(ToJson(plan)), without the text.
 std::string DigestOfJson(const Plan& plan, MicrobatchText microbatches = MicrobatchText::kEqualOnesOnce);
+
+// Compressed text.
+
+// A gzip file (RFC 1952) of one member without name and time: the same bytes for the same text.
+std::string Gzip(std::string_view text);
+
+// Whether the bytes begin as a gzip file does.
+bool IsGzip(std::string_view bytes);
+
+// The text of a gzip file of one member. kBadInput: it is damaged, or something follows it. kEnvironment: its
+// text needs more memory than there is.
+Result<std::string> Gunzip(std::string_view bytes);
+
+// Writing what is larger than memory should hold: the text comes in pieces and is never whole.
+
+// Gives its text to a sink, piece by piece. It may be asked once.
+using TextInPieces = std::function<void(const JsonSink& sink)>;
+
+// The functions of io.h for text in pieces, with the same errors. After a piece that cannot be written the
+// others are dropped.
+Status WriteFileAtomically(const std::string& path, const TextInPieces& text);
+Status WriteStandardOutput(const TextInPieces& text);
 
 }  // namespace shardplan

@@ -29,8 +29,8 @@ struct RowRange {
 };
 RowRange ChunkRows(std::int64_t rows, std::int64_t pieces, std::int64_t index);
 
-// Where the piece of rank `piece` of the shards lies in the input of the first of two reductions, of `inner`
-// ranks of `shards`: the pieces that a rank of the first level gets lie one behind the other, in the order of
+// The place of piece `piece` of the shards in the input of the first of two reductions, which is over `inner`
+// of `shards` ranks. The pieces that a rank of the first level gets lie one behind the other, in the order of
 // the ranks of the second. `inner` = `shards`: rank by rank.
 std::int64_t InnerSlot(std::int64_t piece, std::int64_t inner, std::int64_t shards);
 

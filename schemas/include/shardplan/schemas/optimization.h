@@ -78,7 +78,7 @@ struct CurvePoint {
   bool operator==(const CurvePoint&) const = default;
 };
 
-// What became of a mesh and a micro-batch that the job may have.
+// The outcome of a mesh and a micro-batch that the job may have.
 enum class VariantOutcome : std::uint8_t {
   kChosen,
   kSlower,      // searched; its best plan is no faster
@@ -140,7 +140,7 @@ struct Optimization {
   std::vector<BaselineReport> baselines;
   std::vector<CurvePoint> curve;       // ascending bytes
   std::optional<RobustReport> robust;  // what was asked for: not the fastest, but the best at the worst
-  // Of the meshes and micro-batches that were tried, in their order. Everything else is about the chosen one.
+  // The meshes and micro-batches that were tried, in their order. Everything else is about the chosen one.
   std::vector<VariantReport> variants;
   Nanoseconds variants_lower_bound_ns;  // of plans of the class of all variants; 0: not known of one
   std::vector<std::string> notes;

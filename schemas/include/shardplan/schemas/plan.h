@@ -6,7 +6,7 @@
 // A step is a list of triggers in the order in which the host passes them; a trigger holds instructions in
 // the order in which the host issues them. An instruction with a stream runs there, FIFO. `allocate` and
 // `free` take effect in host order: the block of a freed buffer goes back to the pool of the stream that it
-// was allocated on, and may be handed out again at once to work issued later on that stream (the CUDA caching
+// was allocated on. It may be handed out again at once to work issued later on that stream (the CUDA caching
 // allocator's rule).
 #pragma once
 
@@ -54,9 +54,9 @@ struct UnitParameter {
   std::vector<ParameterPlacement> placements;  // over the mesh's other dimensions, as in the trace
   std::optional<DType> param_dtype;            // gathered and computed in, where it is not the unit's
   std::optional<DType> grad_dtype;             // of the sharded gradient, where it is not the parameter's
-  // fsdp2 of 2.15: what autograd leaves of its unsharded gradient, where that is not what the parameter is
-  // computed in; and what the gradient is in while it waits for a later micro-batch, where that is not the
-  // unit's reduce_dtype (several grad_dtypes in a unit). See precision.h.
+  // fsdp2 of 2.15: the dtype in which autograd leaves the unsharded gradient, if it is not the one that the
+  // parameter is computed in. Then the dtype in which the gradient waits for a later micro-batch, if it is
+  // not the unit's reduce_dtype (several grad_dtypes in a unit). See precision.h.
   std::optional<DType> made_grad_dtype;
   std::optional<DType> accumulated_grad_dtype;
   // An all-gather extension: what one rank gathers in place of its shard, and what is allocated beside the
@@ -70,10 +70,9 @@ struct UnitParameter {
 //
 // per_parameter (FSDP2, FSDPParam._init_sharded_param): each parameter is cut along shard_dim as torch.chunk
 // does; every rank's piece is padded to ceil(shape[shard_dim] / N) rows. An all-gather input is the
-// concatenation of the padded pieces in parameter order; its output is N such inputs; it is gathered as bytes
-// (uint8) when the pieces differ in dtype. flat (FSDP1,
-// FlatParamHandle): parameters are concatenated at flat_offset, the whole is padded to flat_numel and cut
-// into N equal pieces.
+// concatenation of the padded pieces in parameter order; its output is N such inputs. It is gathered as bytes
+// (uint8) when the pieces differ in dtype. flat (FSDP1, FlatParamHandle): parameters are concatenated at
+// flat_offset, the whole is padded to flat_numel and cut into N equal pieces.
 struct Unit {
   // "layers.0"; "" for the root; "a,b" for a group of modules; "layers.0[1]" for one of several groups
   std::string fqn;
@@ -128,8 +127,8 @@ enum class BufferRole : std::uint8_t {
   // ones, on their way / kept for a later micro-batch.
   kInnerReduceOutput,
   kInnerReduceAccumulated,
-  // What the model saves in a unit's forward for its backward, as storages of the model: in host memory
-  // between the two, and on the device before and after.
+  // Storages that the model saves in a unit's forward for its backward: in host memory between the two, and
+  // on the device before and after.
   kActivation,
   kActivationHost,
 };
@@ -165,10 +164,10 @@ struct PlanStream {
   bool operator==(const PlanStream&) const = default;
 };
 
-// A group of ranks for each rank: the ranks that differ only in the digit (rank / stride) mod size.
-// shard of a {replicate: R, shard: S} mesh: size S, stride 1; replicate: size R, stride S.
-// Flattened from dimensions that do not lie side by side: the ranks that differ only in the digits of `dims`,
-// the first the most significant; then size is their product and stride that of the last.
+// A group of ranks for each rank: the ranks that differ only in the digit (rank / stride) mod size. shard of
+// a {replicate: R, shard: S} mesh: size S, stride 1; replicate: size R, stride S. Dimensions that do not lie
+// side by side are flattened: the ranks differ only in the digits of `dims`, the first the most significant.
+// Then size is the product of the dimensions, and stride that of the last.
 struct CommunicatorDim {
   std::int64_t size = 1;
   std::int64_t stride = 1;
@@ -355,11 +354,11 @@ struct Digests {
   std::string trace;  // "sha256:..." of the document's bytes; "" when there was none
   std::string strategy;
   std::string cluster;
-  std::string program;  // with known_faults: of the plan itself without them (known_faults.h)
+  std::string program;  // with known_faults: of the plan itself without them (verifier.h)
   bool operator==(const Digests&) const = default;
 };
 
-// The faults of PyTorch that the policies reproduce: the whole list (known_faults.h describes each).
+// The faults of PyTorch that the policies reproduce: the whole list (verifier.h describes each).
 enum class PyTorchFault : std::uint8_t {
   kFsdp1OffloadedGradientReplaced,
   kFsdp1ReplicasNotAdded,

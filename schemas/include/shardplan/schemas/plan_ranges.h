@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a profiler sees of a plan: ranges around its triggers and instructions, under FSDP2's names.
+// Ranges of a plan in a profiler: around its triggers and instructions, under FSDP2's names.
 //
 //   FSDP::pre_backward (layers.2)
 //   |--- FSDP::all_gather_copy_out (layers.2)
@@ -35,7 +35,7 @@ class PlanRanges {
   void EnterTrigger(TriggerKind kind, UnitId unit, bool outermost);
   void EnterProcedure(ProcedureKind kind, UnitId unit);
   void EnterInstruction(const Instruction& instruction);
-  // Of a trigger or procedure.
+  // Ends the range of a trigger or procedure.
   void Leave() { Close(0); }
 
  protected:

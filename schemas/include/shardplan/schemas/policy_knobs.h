@@ -68,4 +68,15 @@ bool IsBuiltIn(std::string_view policy);
 // nobody but it knows; here it has what its units take from the strategy as fsdp2's do, and no name.
 const PolicyKnobs& KnobsOf(const std::string& policy);
 
+// Flags of units after the setters of a strategy.
+
+// Is the module `fqn` the module `above`, or below it?
+bool IsUnder(std::string_view fqn, std::string_view above);
+// Is the call one for the module `fqn`: made on it, or on one above it with recurse?
+bool Reaches(const ModuleCall& call, std::string_view fqn);
+
+// The flag that the last call of `method` gives the unit, in the strategy's setup or, after that, in the step
+// that repeats. False: none reaches it.
+bool FlagSetOn(const Strategy& strategy, const Unit& unit, std::string_view method);
+
 }  // namespace shardplan

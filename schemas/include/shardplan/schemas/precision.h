@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dtypes a strategy asks for, of a unit's parameters and of its gradients' reduction
+// The dtypes that a strategy asks for, of a unit's parameters and of its gradients' reduction
 // (MixedPrecisionPolicy, MixedPrecision).
 #pragma once
 
@@ -17,27 +17,28 @@ namespace shardplan {
 // Glob over FQNs: '*' any characters but '.', '?' one character but '.'.
 bool Matches(std::string_view pattern, std::string_view fqn);
 
-// What a parameter is gathered and computed in.
+// The dtype that a parameter is gathered and computed in.
 DType AskedParamDType(const MixedPrecision& mixed, const UnitParameter& parameter, const PyTorchRules& rules);
 
 // [Note: dtypes of a gradient]
-// Of fsdp2, parameter by parameter, from autograd to the optimizer:
+// The dtypes of fsdp2, parameter by parameter, from autograd to the optimizer:
 //   made         what autograd leaves of the unsharded parameter: MadeGradDType
 //   accumulated  what it is in while it waits for a later micro-batch: AccumulatedGradDType
 //   reduced      one for all that are reduced together: ReduceDTypeOf
 //   sharded      .grad of the shard, which the optimizer reads: ShardedGradDType
-// Before gradients_stay_as_made autograd converts to what the parameter is computed in. From then on a dtype
-// that is wider than that stays until the reduction's copy-in, unless the gradient may be a partial sum over
-// a mesh dimension that is not FSDP's: then autograd converts it to the accumulated dtype
-// (FSDPParamGroup._set_unsharded_grad_dtypes, FSDPParam.may_reduce_grad_outside_dp).
+// Before gradients_stay_as_made autograd converts to what the parameter is computed in. From then on a wider
+// dtype stays until the reduction's copy-in. If the gradient may be a partial sum over a mesh dimension that
+// is not FSDP's, autograd converts it to the accumulated dtype (FSDPParamGroup._set_unsharded_grad_dtypes,
+// FSDPParam.may_reduce_grad_outside_dp).
 
-// What autograd leaves of the unsharded gradient.
+// The dtype in which autograd leaves the unsharded gradient.
 DType MadeGradDType(const Unit& unit, const UnitParameter& parameter);
-// What the gradient is in while it waits for a later micro-batch (FSDPParam.unsharded_grad_dtype).
+// The dtype in which the gradient waits for a later micro-batch (FSDPParam.unsharded_grad_dtype).
 DType AccumulatedGradDType(const Unit& unit, const UnitParameter& parameter);
-// What gradients of these parameters of the unit are reduced in, together (FSDPParamGroup._get_reduce_dtype).
+// The dtype in which gradients of these parameters of the unit are reduced together
+// (FSDPParamGroup._get_reduce_dtype).
 DType ReduceDTypeOf(const Unit& unit, const std::vector<std::int32_t>& parameters);
-// What the sharded gradient is in: Tensor.grad_dtype of the parameter, or its dtype.
+// The dtype of the sharded gradient: Tensor.grad_dtype of the parameter, or its dtype.
 DType ShardedGradDType(const UnitParameter& parameter);
 // May autograd leave the gradient wider than the parameter is computed in, of an accumulated dtype that is?
 bool KeepsWiderGrads(const Unit& unit, const UnitParameter& parameter);
@@ -46,8 +47,8 @@ bool MayReduceOutsideDataParallel(const UnitParameter& parameter);
 // torch.promote_types.
 DType PromoteTypes(DType a, DType b);
 
-// What a strategy asks gradients to be reduced in, of a unit that is computed in `computed`. `sharded`: what
-// they are in after.
+// The dtype of reductions that a strategy asks for, for gradients of a unit that is computed in `computed`.
+// `sharded`: their dtype after it.
 DType AskedReduceDType(const MixedPrecision& mixed, DType sharded, DType computed, const PyTorchRules& rules);
 // The promoted dtype of the unit's sharded gradients.
 DType PromotedGradDType(const Unit& unit);

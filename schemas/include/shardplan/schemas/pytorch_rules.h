@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What differs between the releases of PyTorch that are planned: one rule for each difference, asked for
-// where the policy decides it. docs/reference/pytorch-versions.md has this table.
+// Differences between the planned releases of PyTorch: one rule for each, asked for where the policy decides
+// it. docs/reference/pytorch-versions.md has this table.
 #pragma once
 
 #include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "shardplan/schemas/strategy.h"
+#include "shardplan/schemas/trace.h"
 
 namespace shardplan {
 
@@ -245,7 +250,28 @@ inline constexpr auto kPyTorchRules = std::to_array<PyTorchRule>({
      .shown_by = ""},
 });
 
-// Of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).
+// The rules of a plan with this strategy: of its policy, and of the release that it follows (PyTorchOfPlan).
 PyTorchRules RulesOf(const Strategy& strategy);
+
+// The releases of PyTorch whose FSDP is planned. A strategy names one (Strategy::pytorch), and a plan says in
+// its strategy which one it follows.
+
+// Ascending.
+std::string_view Name(PyTorchVersion version);  // "2.15"
+std::vector<std::string> PyTorchVersions();     // all names
+// Nothing: no release that is planned.
+std::optional<PyTorchVersion> PyTorchFromName(std::string_view name);
+
+// The planned release for a trace that torch recorded (Trace::recorded_with, "torch 2.11.0; ..."): the newest
+// that is not newer than that torch, the oldest where all are newer. Nothing: not said.
+std::optional<PyTorchVersion> RecordedPyTorch(std::string_view recorded_with);
+
+// The release that a plan of this strategy for this trace follows: the strategy's, else that of the torch
+// that recorded the trace, which is the one installed there, else the newest.
+PyTorchVersion PlannedPyTorch(const Strategy& strategy, const Trace& trace);
+
+// The release that a plan with this strategy follows: the oldest where it was made before strategies named
+// one.
+PyTorchVersion PyTorchOfPlan(const Strategy& strategy);
 
 }  // namespace shardplan

@@ -55,7 +55,7 @@ struct MemoryReport {
   Bytes context_bytes;                          // CUDA context
   Bytes device_memory_bytes;                    // the device has
   // The caching allocator's model over steps until it reserves no more, within what the device has beside
-  // context and NCCL's buffers (device_fit.h).
+  // context and NCCL's buffers (reserved_memory.h).
   Bytes reserved_bytes;             // its peak; out of memory: of a device without end
   std::int64_t cache_releases = 0;  // requests that released the cache first: each synchronises
   bool fits = true;                 // it never runs out of memory
@@ -78,9 +78,9 @@ struct FigureReport {
   bool operator==(const FigureReport&) const = default;
 };
 
-// What the device did at each moment of the step. Of several things the first of this order counts:
-// "forward", "backward", "optimizer", "copies" (kernels that move memory for FSDP), "all_gather",
-// "reduce_scatter", "all_reduce", "host_link", "idle". The times add up to Report::step_ns.
+// Activity of the device, moment by moment over the step. If it does several things at once, the first of
+// this order counts: "forward", "backward", "optimizer", "copies" (kernels that move memory for FSDP),
+// "all_gather", "reduce_scatter", "all_reduce", "host_link", "idle". The times add up to Report::step_ns.
 struct ActivityReport {
   std::string activity;
   Nanoseconds time_ns;
@@ -120,13 +120,14 @@ struct InstructionReport {
   bool operator==(const InstructionReport&) const = default;
 };
 
-// What only a measured report has. Empty `device`: it is a simulated one.
+// The part that measured reports alone have. Empty `device`: it is a simulated one.
 struct MeasuredReport {
   std::string device;
   std::int64_t rank = 0;               // whose report it is
   std::int64_t ranks = 1;              // whose profiles were read
   std::vector<std::int64_t> steps_ns;  // each profiled step; Report::step_ns is their median
-  // Of the communication: this rank was there, and another one was not yet. Zero where one profile was read.
+  // The part of communication in which this rank was there, and another one was not yet. Zero where one
+  // profile was read.
   Nanoseconds waiting_ns;
   // Device work that belongs to no unit, optimizer or collective of the plan.
   std::int64_t unassigned_kernels = 0;
@@ -134,8 +135,8 @@ struct MeasuredReport {
   // Collectives that the plan has not, or has with other bytes; those of the plan that the profile has not.
   std::int64_t collectives_beside_plan = 0;
   std::int64_t collectives_missing = 0;
-  // Of a plan that measured itself: the steps between the recorded ones, and what recording adds to a step
-  // (the difference of the medians; 0 where it is negative).
+  // A plan that measured itself: the steps between the recorded ones, and what recording adds to a step (the
+  // difference of the medians; 0 where it is negative).
   std::vector<std::int64_t> unrecorded_steps_ns;
   Nanoseconds recording_ns;
   bool operator==(const MeasuredReport&) const = default;

@@ -2,7 +2,7 @@
 // The layout of a training state: which rank holds which elements of every tensor
 // (docs/reference/state_layout-format.md). Parameters, optimizer state, anything that a checkpoint has. And
 // the plan that moves a state from one layout to another (docs/reference/reshard-format.md): who sends which
-// bytes to whom. What follows from them is in shardplan/checkpoints.
+// bytes to whom. Functions on them are in shardplan/checkpoints.
 #pragma once
 
 #include <cstdint>

@@ -120,8 +120,8 @@ struct ExtensionTensor {
   bool operator==(const ExtensionTensor&) const = default;
 };
 
-// fsdp_pre_all_gather / fsdp_post_all_gather of the parameters whose FQNs match: `gathered` goes into the
-// all-gather in place of the shard (sizes of one rank's padded shard), `unsharded` is what post-all-gather
+// fsdp_pre_all_gather / fsdp_post_all_gather of the parameters whose FQNs match. `gathered` goes into the
+// all-gather in place of the shard (sizes of one rank's padded shard). `unsharded` is what post-all-gather
 // allocates beside the gathered tensors (sizes of the unsharded parameter) and FSDP frees when it reshards.
 struct ExtensionRule {
   std::vector<std::string> parameters;
@@ -130,8 +130,8 @@ struct ExtensionRule {
   bool operator==(const ExtensionRule&) const = default;
 };
 
-// set_all_reduce_hook for the units that match (patterns as UnitRule::modules; empty: all units). What the
-// hook does with the reduced gradients: an all-reduce over `mesh_dim` ("": none), then division by `divide`.
+// set_all_reduce_hook for the units that match (patterns as UnitRule::modules; empty: all units). The hook
+// all-reduces the reduced gradients over `mesh_dim` ("": it does not), then divides them by `divide`.
 struct AllReduceHook {
   std::vector<std::string> modules;
   std::string mesh_dim;
@@ -162,7 +162,7 @@ struct Fsdp2Knobs {
   // forward there after the backward, too, and not whole.
   bool part_after_backward = false;
   // Not in PyTorch. Gradients are reduced over so many neighbouring ranks of the shards first, then over the
-  // ranks that have the same place in theirs; set_requires_all_reduce(False) leaves the second (and the
+  // ranks that have the same place in theirs. set_requires_all_reduce(False) leaves the second (and the
   // all-reduce over replicas) to a later micro-batch. 0: over all shards at once.
   std::int64_t inner_reduce_ranks = 0;
   // False: fully_shard is not called on the root; each outermost unit is a root of its own.
@@ -219,8 +219,8 @@ struct CheckpointRule {
 
 // Activations in host memory between forward and backward (torch.autograd.graph.saved_tensors_hooks, with a
 // stream for each direction). Modules that are matched (as UnitRule::modules) are units' or in units; of
-// these units, in the order of their forwards, every `every`-th is offloaded. What goes are tensors that were
-// made in such a module's forward and that autograd alone holds when it ends, of at least `min_bytes`.
+// these units, in the order of their forwards, every `every`-th is offloaded. Offloaded are tensors of at
+// least `min_bytes` that were made in such a module's forward and that autograd alone holds when it ends.
 struct ActivationOffload {
   std::vector<std::string> modules;
   std::int64_t every = 1;
@@ -289,7 +289,8 @@ struct StrategyMeshDim {
 
 struct Strategy {
   std::string policy = "fsdp2";  // "fsdp2", "fsdp1", or the name of one that is not built in
-  // Whose FSDP the policy is. Not given: pytorch_version.h says which. A plan's strategy has one.
+  // The release of PyTorch whose FSDP the policy is. Not given: pytorch_rules.h says which. A plan's strategy
+  // has one.
   std::optional<PyTorchVersion> pytorch;
   // Outermost first, the last dimension's ranks are adjacent: {replicate, shard}. Empty: {shard: cluster's
   // ranks}.

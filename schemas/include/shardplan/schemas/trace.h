@@ -32,7 +32,7 @@ struct NamedParameter {
   bool operator==(const NamedParameter&) const = default;
 };
 
-// What a model says that a module is (transformers: base_model_prefix, _no_split_modules,
+// Roles of a module by the model's own account (transformers: base_model_prefix, _no_split_modules,
 // get_input_embeddings, get_output_embeddings). Frameworks ask it when they make units.
 enum class ModulePart : std::uint8_t { kBaseModel, kLayer, kInputEmbeddings, kOutputEmbeddings };
 
@@ -178,8 +178,8 @@ struct InputsGradDoneEvent {
 struct ParameterGradEvent {
   ParameterId parameter = -1;
   StorageId storage = -1;
-  // As autograd makes it, where that is not what the parameter is computed in: float32 of a bfloat16 weight
-  // that multiplies a float32 activation, say.
+  // The dtype in which autograd makes it, if the parameter is computed in another: float32 of a bfloat16
+  // weight that multiplies a float32 activation, say.
   std::optional<DType> dtype;
   bool operator==(const ParameterGradEvent&) const = default;
 };
@@ -193,8 +193,8 @@ struct RecomputeExitEvent {
   bool stopped = false;  // early, inside of it: its hooks do not run
   bool operator==(const RecomputeExitEvent&) const = default;
 };
-// Backward: the autograd engine has finished and runs its queued callbacks. What is freed after it was held
-// by the caller of backward (the loss and its gradient). A trace without it ends there.
+// Backward: the autograd engine has finished and runs its queued callbacks. Later frees are of memory that
+// the caller of backward held (the loss and its gradient). A trace without it ends there.
 struct BackwardEndEvent {
   bool operator==(const BackwardEndEvent&) const = default;
 };
@@ -246,7 +246,7 @@ struct Trace {
   std::vector<TraceInput> inputs;
   std::vector<Pass> forwards;
   std::vector<Pass> backwards;
-  // What one micro-batch calls, in order, where that is more than a forward and then its backward: a loss
+  // The calls of one micro-batch, in order, if they are more than a forward and then its backward: a loss
   // that calls modules and runs backwards of its own. Empty: it is not.
   std::vector<TraceCall> calls;
   bool operator==(const Trace&) const = default;

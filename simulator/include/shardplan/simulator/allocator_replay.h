@@ -78,7 +78,7 @@ struct AllocatorReplay {
 
 // Replays the requests (alloc and free rows) and compares everything else with what the model does: which
 // address each request gets, each segment row with its address, size and place in the order, reserved bytes
-// after every row. What only the machine knows is taken from the log: addresses of new segments, when a
+// after every row. The log gives the facts that only the machine knows: addresses of new segments, when a
 // cudaMalloc failed, when a deferred free completed, when the program emptied the cache. kBadInput: the
 // initial state contradicts itself.
 Result<AllocatorReplay> ReplayAllocatorLog(const AllocatorLog& log);

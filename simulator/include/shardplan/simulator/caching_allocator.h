@@ -57,7 +57,7 @@ struct AllocatorSettings {
 Status ParseAllocatorSettings(std::string_view text, std::optional<Bytes> device_bytes,
                               AllocatorSettings& settings);
 
-// What a release of PyTorch ("2.15") decides otherwise than another. kUsage: it is not planned.
+// Sets the decisions that differ between releases of PyTorch ("2.15"). kUsage: it is not planned.
 Status SetRelease(std::string_view release, AllocatorSettings& settings);
 
 // Whether it takes the settings, on some device. kUsage as above.

@@ -54,8 +54,8 @@ enum class WorkClass : std::uint8_t {
 enum class Phase : std::uint8_t { kForward, kBackward, kOptimizer };
 inline constexpr std::size_t kPhases = 3;
 
-// What the device does at a moment. Of several things the first of this list counts, so that the times of a
-// step add up to it.
+// Activity of the device at a moment. If it does several things at once, the first of this list counts, so
+// that the times of a step add up to it.
 enum class DeviceActivity : std::uint8_t {
   kForward,  // the model's compute, by phase; loss in the forward, recomputation in the backward
   kBackward,
@@ -184,7 +184,7 @@ struct EngineResult {
   std::vector<Nanoseconds> unit_forward_ns;
   std::vector<Nanoseconds> unit_backward_ns;
   std::vector<Nanoseconds> unit_exposed_ns;
-  // Where RunOptions asks for them. By DeviceActivity; they add up to end_ns.
+  // Filled if RunOptions asks for them. By DeviceActivity; they add up to end_ns.
   std::array<Nanoseconds, kDeviceActivities> activity_ns{};
   // By Phase: streams running the model's compute or the optimizer, each counted.
   std::array<Nanoseconds, kPhases> compute_busy_ns{};
@@ -217,7 +217,8 @@ struct EngineTimeline {
 struct RunOptions {
   // The host waits for the device before each phase begins, as one does to time forward and backward apart.
   bool synchronize_phases = false;
-  // What the device does at each moment. A search, which asks for the step's length alone, goes without.
+  // Record the device's activity at each moment. A search, which asks for the step's length alone, goes
+  // without.
   bool activities = false;
 };
 
@@ -225,5 +226,37 @@ struct RunOptions {
 // the message names the instruction's index in the code as "/code/N".
 Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline,
                              const RunOptions& options = {});
+
+// A step with every rank simulated by itself: slow ranks, chance, and what the others wait for them
+// (docs/internals/simulator.md, "Ranks apart").
+
+struct Straggler {
+  std::int32_t rank = 0;
+  std::int64_t kernels_ppm = 1'000'000;  // of the time that its kernels take; not below a million
+};
+
+struct RanksApartOptions {
+  std::vector<Straggler> stragglers;
+  std::int64_t jitter_ppm = 0;  // each kernel takes up to so much longer, evenly distributed
+  std::uint64_t seed = 1;
+};
+
+struct RankTimes {
+  Nanoseconds end_ns;     // host and device are done
+  Nanoseconds waited_ns;  // between coming to collectives and their begin
+};
+
+struct RanksApart {
+  Nanoseconds step_ns;  // of the last rank
+  std::vector<RankTimes> ranks;
+};
+
+// Runs the last step of a lowered plan. Without stragglers and jitter every rank is as RunStep. kBadInput: a
+// straggler that is no rank of the plan, or too many ranks; kNegative: a wait can never finish.
+Result<RanksApart> RunRanksApart(const Plan& plan, const EngineProgram& program,
+                                 const RanksApartOptions& options);
+
+// Lines for a person: the step next to that of one rank that stands for all, and who waits.
+std::string RanksApartText(const RanksApart& apart, Nanoseconds alike_ns);
 
 }  // namespace shardplan

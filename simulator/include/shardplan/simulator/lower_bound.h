@@ -145,7 +145,7 @@ class WindowedWork {
   std::vector<std::int64_t> kernels_ns_;                // by window
   std::vector<std::int64_t> room_bytes_;                // by cut: the budget less what is there in any case
   std::map<std::int64_t, std::int64_t> first_gathers_;  // by last window: bytes
-  // Of what is gathered in a gap. What is kept on part of the ranks is a part of the padded bytes.
+  // Parameters that are gathered in a gap. Bytes kept on part of the ranks are a part of the padded bytes.
   struct Gathered {
     std::int64_t bytes = 0, padded_bytes = 0;
   };
@@ -164,7 +164,7 @@ class WindowedWork {
     std::int64_t last = 0;          // window in which anything of it runs again
   };
   std::vector<Stretch> stretches_;
-  // Of outputs of gathers that have a pool of their own; 0: they do not.
+  // The outputs of gathers that have a pool of their own; 0: they have none.
   std::int64_t largest_gathered_ = 0, first_gathered_ = 0;
   std::int64_t last_window_ = -1;         // the last gradient's reduction begins no earlier; -1: none
   std::int64_t copied_per_gathered_ = 0;  // bytes that a kernel moves for each byte gathered

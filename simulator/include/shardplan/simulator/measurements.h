@@ -11,12 +11,16 @@
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/quantity.h"
+#include "shardplan/schemas/report.h"
 #include "shardplan/schemas/trace.h"
 #include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/simulate.h"
 
 namespace shardplan {
 
-// What people measure: the collectives of plans, and two that no plan has.
+// Collectives that are measured: those of plans, and two that no plan has.
 enum class MeasuredCollective : std::uint8_t {
   kAllGather,
   kReduceScatter,
@@ -24,7 +28,7 @@ enum class MeasuredCollective : std::uint8_t {
   kAllToAll,
   kSendRecv,  // each rank sends to the next one and receives from the one before
 };
-// As tables of measurements write it: "all-gather".
+// The name in tables of measurements: "all-gather".
 std::string_view Name(MeasuredCollective kind);
 // By the name of nccl-tests' program without _perf: "all_gather", "alltoall".
 std::optional<MeasuredCollective> MeasuredCollectiveOf(std::string_view program);
@@ -56,7 +60,7 @@ struct Measurements {
   std::vector<MatmulMeasurement> matmuls;
 };
 
-// What a text of nccl-tests does not say itself.
+// Facts that a text of nccl-tests does not say itself.
 struct ReadOptions {
   std::optional<MeasuredCollective> kind;  // nothing: the text names the program, or the file's name does
   std::string file_name;
@@ -98,7 +102,7 @@ struct ClusterFit {
 
 // `base` with the tables, the link inside a node and the matrix rates that the measurements of its device
 // give. `device` names the rows that are taken; "": those that IsDevice() says. A row's table goes where the
-// cost model looks for it (PlaceTable). What there are no measurements of stays. kBadInput: no row is of the
+// cost model looks for it (PlaceTable). Figures without measurements stay. kBadInput: no row is of the
 // device.
 Result<ClusterFit> FitCluster(Cluster base, const Measurements& measurements, const std::string& source,
                               const std::string& device = "");
@@ -106,5 +110,49 @@ Result<ClusterFit> FitCluster(Cluster base, const Measurements& measurements, co
 // The duration of a row by the cluster: as the simulator's cost of such a group; an all-to-all and a
 // send-recv from the links alone. kBadInput: nothing says it.
 Result<CollectiveCost> PredictCollective(const Cluster& cluster, const CollectiveMeasurement& row);
+
+// A measured step beside the predicted one: where they differ.
+
+// One thing that takes time, predicted and measured.
+struct TimePair {
+  std::string what;
+  Nanoseconds predicted_ns, measured_ns;
+};
+struct BytesPair {
+  std::string what;
+  Bytes predicted_bytes, measured_bytes;
+};
+// Kernels of one class in one pass.
+struct KernelPair {
+  std::string kind, phase;  // as in OperatorReport
+  std::int64_t predicted_count = 0, measured_count = 0;
+  Nanoseconds predicted_ns, measured_ns;
+};
+// One kind of collective on one communicator.
+struct CollectivePair {
+  std::string kind, communicator;
+  std::int64_t predicted_count = 0, measured_count = 0;
+  Bytes predicted_bytes, measured_bytes;  // of all; 0 where a profile does not say them
+  Nanoseconds predicted_ns, measured_ns;  // busy
+  Nanoseconds predicted_exposed_ns, measured_exposed_ns;
+};
+
+struct MeasuredComparison {
+  Nanoseconds predicted_ns, measured_ns;  // the step
+  std::vector<TimePair> activities;       // either side adds up to its step
+  std::vector<KernelPair> kernels;        // by kind, then phase
+  std::vector<CollectivePair> collectives;
+  std::vector<TimePair> units;    // "forward layers.3", in the plan's order
+  std::vector<BytesPair> memory;  // either side adds up to its peak of allocated memory; empty: not measured
+  BytesPair reserved;
+  std::vector<std::string> remarks;  // what makes the two no pair: another plan, other ranks, ...
+};
+
+// kBadInput where `measured` is a simulated report, or one without activities.
+Result<MeasuredComparison> CompareMeasured(const Report& predicted, const Report& measured);
+
+// A page like ReportHtml's with both steps on one timeline, each stream's two rows below each other, and each
+// of them for itself. The simulation has a timeline.
+std::string MeasuredHtml(const Plan& plan, const Simulation& simulation, const Report& measured);
 
 }  // namespace shardplan

@@ -10,6 +10,7 @@
 #include "shardplan/schemas/plan.h"
 #include "shardplan/simulator/memory_history.h"
 #include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan {
 
@@ -48,5 +49,13 @@ struct MemoryExplanation {
 // Explains the peak of the steady step. `history` is MemoryHistoryOf(plan).
 MemoryExplanation ExplainMemory(const Plan& plan, const MemoryHistory& history,
                                 Bytes granularity_bytes = {512});
+
+// A page about a plan's memory over the steady step: stacked by category, and addresses over time.
+
+// A self-contained HTML page (no external scripts). Hovering names the unit and the buffer. The horizontal
+// axis is the host's order: one step right for every allocation and free. With `reserved` (recorded with
+// addresses) it has the map of addresses too; null: without.
+std::string MemoryHtml(const Plan& plan, const MemoryHistory& history,
+                       const ReservedMemory* reserved = nullptr);
 
 }  // namespace shardplan

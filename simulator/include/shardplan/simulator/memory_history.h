@@ -83,8 +83,8 @@ struct MemoryHistoryOptions {
   // repeat, until these were passed so often; what comes before the last pass is not recorded
   // (first_recorded).
   std::int32_t steady_passes = 0;
-  // With passes: no more steps than these, 0: all. Where they end before the steps that repeat, the last one
-  // is recorded.
+  // With passes: no more steps than these, 0: all. The last one is recorded if they end before the steps that
+  // repeat.
   std::int32_t steps = 0;
 };
 

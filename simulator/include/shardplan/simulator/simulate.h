@@ -10,8 +10,9 @@
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/report.h"
-#include "shardplan/simulator/device_fit.h"
+#include "shardplan/schemas/reshard.h"
 #include "shardplan/simulator/memory_profile.h"
+#include "shardplan/simulator/reserved_memory.h"
 
 namespace shardplan {
 
@@ -72,7 +73,7 @@ std::string TimelineJson(const Plan& plan, const Simulation& simulation);
 // slowed them is spread evenly over it.
 std::string KinetoTrace(const Plan& plan, const Simulation& simulation, const Cluster& cluster);
 
-// Of a device: what is reserved, context, NCCL's buffers, parameters in no unit.
+// The bytes that a device needs: reserved memory, context, NCCL's buffers, parameters in no unit.
 Bytes NeededBytes(const MemoryReport& memory);
 
 // A table for people: one column per report (step time, exposed communication, overlap, tokens/s, memory).
@@ -81,5 +82,62 @@ std::string ComparisonTable(const std::vector<Report>& reports);
 // A self-contained HTML page (no external scripts): summary, timeline, memory by category, tables.
 std::string ReportHtml(const std::vector<const Plan*>& plans,
                        const std::vector<const Simulation*>& simulations);
+
+// How far a step time may be off, and which of the cluster's figures that is from.
+
+// The cluster on which everything that follows from one figure takes `factor_ppm` of its time: durations are
+// multiplied, rates divided. A slowdown's lost part is multiplied.
+Cluster WithFigure(Cluster cluster, ClusterFigure figure, std::int64_t factor_ppm);
+
+struct FigureEffect {
+  FigureSource source;
+  // The step when the figure is better, and when it is worse, by what it may be off: divided and multiplied
+  // by 1 + off.
+  Nanoseconds better_ns, worse_ns;
+};
+
+struct Sensitivity {
+  Nanoseconds step_ns;
+  // Figures are off independently of each other: the squares of what they change are added on either side.
+  Nanoseconds low_ns, high_ns;
+  std::vector<FigureEffect> effects;  // the widest first
+};
+
+// Sensitivities of the steady step to the figures of `cluster.sources`. Errors as Simulate.
+Result<Sensitivity> AnalyseSensitivity(const Plan& plan, const Cluster& cluster);
+
+// The step's interval and the figures' effects, in its report.
+void FillInterval(const Sensitivity& sensitivity, Report& report);
+
+// "step 812.4 ms, 770.1 to 861.3 ms two times in three, most of it from network (guess, 20 %)". Empty without
+// sources.
+std::string IntervalText(const Sensitivity& sensitivity);
+
+// A line for each figure, with a bar from better to worse (a tornado).
+std::string SensitivityText(const Sensitivity& sensitivity);
+
+// The time and memory of a resharding plan on a cluster (docs/reference/reshard-format.md, "Simulation").
+
+struct ReshardSimulation {
+  std::int64_t rounds = 0;
+  std::int64_t copies = 0;  // executed, as pieces
+  Bytes local_bytes;        // stay on their rank
+  Bytes node_bytes;         // cross a link inside a node
+  Bytes network_bytes;      // ... between nodes
+  Bytes most_sent_bytes;    // by one rank
+  Bytes most_received_bytes;
+  Bytes staging_peak_bytes;  // of one rank in one round
+  // Memory of one rank: its storage in both layouts, and its staging buffers.
+  Bytes memory_peak_bytes;
+  Nanoseconds duration_ns;
+  // The rank that has most to send or receive, without rounds and latency: no order is faster.
+  Nanoseconds bound_ns;
+};
+
+// The plan has to verify. kBadInput: the cluster has no links.
+Result<ReshardSimulation> SimulateReshard(const ReshardPlan& plan, const Cluster& cluster);
+
+// Lines for a person.
+std::string ReshardSimulationText(const ReshardSimulation& simulation);
 
 }  // namespace shardplan

@@ -3,7 +3,6 @@
 #include <stdexcept>
 
 #include "shardplan/planner/policy.h"
-#include "shardplan/planner/unit_operations.h"
 
 namespace {
 

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "shardplan/executor/ways.h"
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -10,20 +8,21 @@
 #include <thread>
 #include <utility>
 
-#include "shardplan/executor/agreement.h"
-#include "shardplan/executor/bounded_store.h"
+#include "shardplan/executor/peers.h"
+#include "torch/agreement.h"
+#include "torch/bounded_store.h"
 
 namespace shardplan::executor {
 namespace {
 
-using WaysClock = std::chrono::steady_clock;
+using ConsensusClock = std::chrono::steady_clock;
 
 constexpr char kFieldSeparator = '\x1f';  // of a field
 constexpr std::chrono::milliseconds kMeetLook{2};
 constexpr std::chrono::milliseconds kTellPatience{3000};
 // For all to have read a verdict that ends their processes, and the first rank's store.
 constexpr std::chrono::milliseconds kReadPatience{3000};
-constexpr std::chrono::seconds kWayLimit{10};
+constexpr std::chrono::seconds kDeviationStoreLimit{10};
 
 std::vector<std::uint8_t> StoredText(const std::string& text) { return {text.begin(), text.end()}; }
 
@@ -52,17 +51,18 @@ std::string VerdictOf(const std::vector<Whereabouts>& all, const std::string& in
   return "the ranks go different ways: " + in_words;
 }
 
-Result<Way> AsWay(const std::string& verdict) {
-  if (verdict.empty()) return Way::kTogether;
-  if (verdict == "+") return Way::kGoOn;
+Result<DeviationVerdict> AsDeviationVerdict(const std::string& verdict) {
+  if (verdict.empty()) return DeviationVerdict::kTogether;
+  if (verdict == "+") return DeviationVerdict::kGoOn;
   return MakeError(ErrorCode::kNegative, verdict);
 }
 
 }  // namespace
 
-Ways::Ways(c10::intrusive_ptr<c10d::Store> store, std::int64_t place, std::vector<std::int64_t> names,
-           std::chrono::milliseconds timeout, std::shared_ptr<Peers> peers,
-           std::function<void(const std::string&)> speak)
+DeviationConsensus::DeviationConsensus(c10::intrusive_ptr<c10d::Store> store, std::int64_t place,
+                                       std::vector<std::int64_t> names, std::chrono::milliseconds timeout,
+                                       std::shared_ptr<Peers> peers,
+                                       std::function<void(const std::string&)> speak)
     : given_(std::move(store)),
       place_(place),
       names_(std::move(names)),
@@ -71,15 +71,18 @@ Ways::Ways(c10::intrusive_ptr<c10d::Store> store, std::int64_t place, std::vecto
       speak_(std::move(speak)) {}
 
 // A connection of its own: another call on the same one may wait for long.
-c10d::Store& Ways::store() {
+c10d::Store& DeviationConsensus::store() {
   const std::lock_guard lock(mutex_);
-  if (!store_) store_ = MakeBoundedStore(MakeBoundedStore(given_, kWayLimit)->clone(), kWayLimit);
+  if (!store_)
+    store_ = MakeBoundedStore(MakeBoundedStore(given_, kDeviationStoreLimit)->clone(), kDeviationStoreLimit);
   return *store_;
 }
 
-std::string Ways::Key(const std::string& what) const { return fmt::format("ways/{}/{}", meetings_, what); }
+std::string DeviationConsensus::Key(const std::string& what) const {
+  return fmt::format("deviation/{}/{}", meetings_, what);
+}
 
-void Ways::Leave(const std::vector<std::int64_t>& issued, const std::string& text, bool meets) {
+void DeviationConsensus::Leave(const std::vector<std::int64_t>& issued, const std::string& text, bool meets) {
   const std::string said =
       fmt::format("{} {} {}{}{}", place_, meets ? 1 : 0, fmt::join(issued, " "), kFieldSeparator, text);
   try {
@@ -89,16 +92,16 @@ void Ways::Leave(const std::vector<std::int64_t>& issued, const std::string& tex
   }
 }
 
-std::optional<std::string> Ways::WhyInVain(std::int32_t communicator, std::int64_t sequence,
-                                           const std::string& text) {
+std::optional<std::string> DeviationConsensus::WhyInVain(std::int32_t communicator, std::int64_t sequence,
+                                                         const std::string& text) {
   const std::lock_guard meeting(meeting_);
   std::optional<std::string> why = Look(communicator, sequence, text);
   if (why && speak_) speak_(*why);
   return why;
 }
 
-std::optional<std::string> Ways::Look(std::int32_t communicator, std::int64_t sequence,
-                                      const std::string& text) {
+std::optional<std::string> DeviationConsensus::Look(std::int32_t communicator, std::int64_t sequence,
+                                                    const std::string& text) {
   std::string said;
   try {
     if (!store().check({Key("left")})) return std::nullopt;
@@ -118,21 +121,23 @@ std::optional<std::string> Ways::Look(std::int32_t communicator, std::int64_t se
     return fmt::format("the ranks go different ways: rank {}: {}; {}: {}", names_[place], there,
                        RanksText({names_[place_]}), text);
   }
-  const Result<Way> way = MeetOthers({.leaves = false, .may_go_on = false, .place = {}, .text = text});
-  if (way) return std::nullopt;
-  return way.error().message;
+  const Result<DeviationVerdict> agreed =
+      MeetOthers({.leaves = false, .may_go_on = false, .place = {}, .text = text});
+  if (agreed) return std::nullopt;
+  return agreed.error().message;
 }
 
-std::optional<std::string> Ways::WaitFor(const std::string& key, std::chrono::milliseconds patience) {
-  const auto deadline = WaysClock::now() + patience;
+std::optional<std::string> DeviationConsensus::WaitFor(const std::string& key,
+                                                       std::chrono::milliseconds patience) {
+  const auto deadline = ConsensusClock::now() + patience;
   for (auto look = kMeetLook; !store().check({key}); look = std::min(2 * look, 16 * kMeetLook)) {
-    if (WaysClock::now() >= deadline || (peers_ && peers_->Dead())) return std::nullopt;
+    if (ConsensusClock::now() >= deadline || (peers_ && peers_->Dead())) return std::nullopt;
     std::this_thread::sleep_for(look);
   }
   return store().get_to_str(key);
 }
 
-Error Ways::DidNotCome(const std::vector<std::int64_t>& places) const {
+Error DeviationConsensus::DidNotCome(const std::vector<std::int64_t>& places) const {
   std::vector<std::int64_t> ranks;
   for (const std::int64_t place : places) ranks.push_back(names_[place]);
   const std::string culprit = AwaitCulprit(peers_.get(), kEndPatience);
@@ -143,7 +148,7 @@ Error Ways::DidNotCome(const std::vector<std::int64_t>& places) const {
       .error();
 }
 
-Result<Way> Ways::Lead(const Whereabouts& here) {
+Result<DeviationVerdict> DeviationConsensus::Lead(const Whereabouts& here) {
   std::vector<Whereabouts> all = {here};
   std::vector<std::string> texts = {here.text};
   for (std::int64_t place = 1; place < std::ssize(names_); ++place) {
@@ -154,34 +159,35 @@ Result<Way> Ways::Lead(const Whereabouts& here) {
   }
   const std::string verdict = VerdictOf(all, InWords(texts));
   store().set(Key("verdict"), StoredText(verdict));
-  Result<Way> way = AsWay(verdict);
-  const auto deadline = WaysClock::now() + kReadPatience;
-  while (!way && store().add(Key("read"), 0) + 1 < std::ssize(names_) && WaysClock::now() < deadline) {
+  Result<DeviationVerdict> agreed = AsDeviationVerdict(verdict);
+  const auto deadline = ConsensusClock::now() + kReadPatience;
+  while (!agreed && store().add(Key("read"), 0) + 1 < std::ssize(names_) &&
+         ConsensusClock::now() < deadline) {
     std::this_thread::sleep_for(kMeetLook);
   }
-  return way;
+  return agreed;
 }
 
-Result<Way> Ways::Follow(const Whereabouts& here) {
+Result<DeviationVerdict> DeviationConsensus::Follow(const Whereabouts& here) {
   store().set(Key(fmt::format("at/{}", place_)), StoredText(EncodeWhereabouts(here)));
   const std::optional<std::string> verdict = WaitFor(Key("verdict"), timeout_ + kReadPatience);
   if (!verdict) return std::unexpected(DidNotCome({0}));
-  Result<Way> way = AsWay(*verdict);
-  if (!way) (void)store().add(Key("read"), 1);
-  return way;
+  Result<DeviationVerdict> agreed = AsDeviationVerdict(*verdict);
+  if (!agreed) (void)store().add(Key("read"), 1);
+  return agreed;
 }
 
-Result<Way> Ways::Meet(const Whereabouts& here) {
+Result<DeviationVerdict> DeviationConsensus::Meet(const Whereabouts& here) {
   const std::lock_guard meeting(meeting_);
   return MeetOthers(here);
 }
 
-Result<Way> Ways::MeetOthers(const Whereabouts& here) {
-  if (names_.size() < 2) return Way::kTogether;
+Result<DeviationVerdict> DeviationConsensus::MeetOthers(const Whereabouts& here) {
+  if (names_.size() < 2) return DeviationVerdict::kTogether;
   try {
-    Result<Way> way = place_ == 0 ? Lead(here) : Follow(here);
-    if (way) ++meetings_;
-    return way;
+    Result<DeviationVerdict> agreed = place_ == 0 ? Lead(here) : Follow(here);
+    if (agreed) ++meetings_;
+    return agreed;
   } catch (const std::exception& exception) {
     const std::string who = AwaitCulprit(peers_.get(), kEndPatience);
     const std::string what = exception.what();
@@ -192,16 +198,17 @@ Result<Way> Ways::MeetOthers(const Whereabouts& here) {
   }
 }
 
-std::vector<std::string> Ways::Tell(const std::string& text) {
+std::vector<std::string> DeviationConsensus::Tell(const std::string& text) {
   std::vector<std::string> texts(names_.size());
   texts[static_cast<std::size_t>(place_)] = text;
   const std::int64_t number = told_++;
   const auto key = [&](std::size_t place) { return fmt::format("told/{}/{}", number, place); };
   try {
     store().set(key(static_cast<std::size_t>(place_)), StoredText(text));
-    const auto deadline = WaysClock::now() + kTellPatience;
+    const auto deadline = ConsensusClock::now() + kTellPatience;
     for (std::size_t place = 0; place < texts.size(); ++place) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - WaysClock::now());
+      const auto left =
+          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - ConsensusClock::now());
       if (static_cast<std::int64_t>(place) == place_) continue;
       texts[place] = WaitFor(key(place), std::max(left, kMeetLook)).value_or("");
     }
@@ -211,7 +218,7 @@ std::vector<std::string> Ways::Tell(const std::string& text) {
   return texts;
 }
 
-std::string Ways::InWords(const std::vector<std::string>& texts) const {
+std::string DeviationConsensus::InWords(const std::vector<std::string>& texts) const {
   std::vector<std::pair<std::string, std::vector<std::int64_t>>> groups;  // by text
   for (std::size_t place = 0; place < texts.size(); ++place) {
     const auto known = std::ranges::find(groups, texts[place], [](const auto& group) { return group.first; });
