@@ -62,7 +62,7 @@ constexpr std::array<PipelinePass, 15> kPasses = {{
     {{"verify", "faults", ""}, Keeping<RunVerify>, FaultsDump},
 }};
 
-// Where what a pass has made belongs.
+// Stores the result of a pass.
 void Put(RewrittenTrace trace, Made& made) {
   if (trace != nullptr) made.rewritten = std::move(trace);
 }
@@ -124,7 +124,7 @@ Status CheckSkipped(const PlanOptions& options) {
   return {};
 }
 
-// What to do it with; kBadInput or kUsage where there is nothing to begin with.
+// Makes the task; kBadInput or kUsage where there is nothing to begin with.
 Result<Task> MakeTask(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                       const PlanOptions& options) {
   if (Status s = CheckSkipped(options); !s) return std::unexpected(std::move(s.error()));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What plans are made by, one by one (MakePlan) or in a series (PlanSeries).
+// The passes behind single plans (MakePlan) and series of plans (PlanSeries).
 #pragma once
 
 #include <string_view>
@@ -15,7 +15,7 @@ Status RunPasses(const Task& task, std::string_view last, const PlanOptions& opt
 // With what the strategy leaves to the trace: the PyTorch that a plan of it follows, and the calls of a step.
 Strategy CompleteStrategy(Strategy strategy, const Trace& trace);
 
-// What the document's own rules and the allocator say of a strategy. kBadInput.
+// Checks a strategy by the document's own rules and the allocator's. kBadInput.
 Status CheckKnobs(const Strategy& strategy);
 
 }  // namespace shardplan

@@ -47,7 +47,7 @@ Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
   }
   Result<Trace> made = rule ? CheckpointChecked(trace_, *index_, *rule) : trace_;
   if (!made) return std::unexpected(std::move(made.error()));
-  // What operators read and write is looked at where ties are split, and nowhere behind.
+  // The reads and writes of operators are looked at where ties are split, and nowhere behind.
   const bool tied =
       std::ranges::any_of(made->parameters, [](const Parameter& p) { return !p.shared_with.empty(); });
   if (!tied) {

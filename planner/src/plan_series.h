@@ -23,7 +23,7 @@ class PlanSeries {
  public:
   PlanSeries(const Trace& trace, const Cluster& cluster);
 
-  // Takes as long and as much memory as the plan of MakePlan. What is left out: procedures, digests, the
+  // Takes as long and as much memory as the plan of MakePlan. It leaves out procedures, digests and the
   // verifier; operators say what they cost on the cluster. Errors as MakePlan's. Several threads may call it
   // at a time.
   Result<Plan> Make(const Strategy& strategy) const;

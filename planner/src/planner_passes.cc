@@ -40,7 +40,7 @@ RewrittenTrace Shared(std::optional<Trace> trace) {
   return trace ? std::make_shared<const Trace>(*std::move(trace)) : nullptr;
 }
 
-// What cannot be planned because of the model is not our bug.
+// A plan that is impossible because of the model is not our bug.
 Error OfTheModel(const Task& task, const Made& made, Error error) {
   if (error.code != ErrorCode::kInternal) return error;
   const auto unseen = FindUnseenBackward(TraceOf(task, made), *made.units.index, made.units.partition);

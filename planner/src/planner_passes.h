@@ -24,7 +24,7 @@
 
 namespace shardplan {
 
-// What there is to plan.
+// The input of planning.
 struct Task {
   const Trace& given;
   const Strategy strategy;  // names its PyTorch
@@ -42,8 +42,8 @@ struct ChosenUnits {
   Partition partition;
 };
 
-// What the passes have made so far. A pass takes out what it makes something else of, and what nobody needs
-// after it.
+// Results of the passes so far. A pass takes out what it makes something else of, and what nobody needs after
+// it.
 struct Made {
   RewrittenTrace rewritten;
   ChosenUnits units;
@@ -72,7 +72,7 @@ Result<Digests> RunDigest(const Task& task, Made& made);
 // Violations that PyTorch has, too, in words: they are reported and carried, not refused.
 Result<std::vector<std::string>> RunVerify(const Task& task, Made& made);
 
-// What `shardplan plan --stop-after PASS --dump` prints.
+// The texts of `shardplan plan --stop-after PASS --dump`.
 std::string TraceDump(const Task& task, const Made& made);
 std::string UnitsDump(const Task& task, const Made& made);
 std::string OrderDump(const Task& task, const Made& made);

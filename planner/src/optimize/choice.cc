@@ -73,7 +73,7 @@ bool LeavesRest(const Choice& choice) {
 }
 bool KeepsPartsOver(const Choice& choice) { return KeepsOver(choice) && choice.part > 1; }
 
-// Of the units that are kept, whole or in part, over all micro-batches but the last.
+// Keeps the units that are kept, whole or in part, over all micro-batches but the last.
 void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, StepProgram& step) {
   if (choice.kept >= UnitCount(choice) ||
       (KeepsPartsOver(choice) && choice.post_forward_units == kAllUnits)) {
@@ -86,7 +86,7 @@ void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, Ste
   }
 }
 
-// Of the last `count` units that are wrapped. Parts stand before the unit that they are in.
+// Sets it on the last `count` units that are wrapped. Parts stand before the unit that they are in.
 void SetOfLast(const Job& job, const Strategy& strategy, const Choice& choice, std::int32_t count,
                const std::string& method, bool value, StepProgram& step) {
   std::int32_t left = UnitCount(choice);

@@ -30,7 +30,8 @@ struct Choice {
   bool in_parts = false;  // ModelChain::parts of each block are units of their own, handled as its unit is
   std::int32_t kept = 0;  // units from the end that are not freed after the forward
   std::int64_t part = 0;  // ranks of the smaller mesh that post_forward_units are kept on; 0: freed
-  // Units before the kept ones, from the end, that are kept on the smaller mesh. Those before them are freed.
+  // Units before the kept ones, from the end, that are kept on the smaller mesh. The units before them are
+  // freed.
   std::int32_t post_forward_units = kAllUnits;
   bool root_freed = false;           // the root's own parameters are, too
   bool cuts_divisible_dims = false;  // parameters of few rows are cut along Job::divisible_dims
@@ -61,7 +62,7 @@ struct Choice {
 // Whether block `block` of `blocks` is one of those that are offloaded.
 bool IsOffloaded(const Choice& choice, std::int32_t block, std::int32_t blocks);
 
-// What a choice is made for.
+// The job that a choice is made for.
 struct Job {
   Strategy strategy;
   ModelChain chain;
@@ -88,7 +89,7 @@ Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks);
 Strategy StrategyOf(const Job& job, const Choice& choice);
 // PyTorch has every knob of it.
 bool IsOfPyTorch(const Choice& choice);
-// The same for all choices that are the same strategy but for what is without effect. Of a job that is
+// The same for all choices that are the same strategy but for what is without effect. In a job that is
 // of_pytorch: what FSDP2 does instead.
 Choice Effective(const Job& job, Choice choice);
 // The decision in words, one for each name in DecisionNames().

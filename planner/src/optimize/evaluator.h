@@ -31,7 +31,7 @@ struct Evaluation {
   Nanoseconds kernels_ns;
   std::vector<std::int64_t> links_ns;  // by link of the cluster
   Error error;                         // why there is none
-  // What is pooled is reserved, too: it does not fit. (Where the cache is released, pools give to each
+  // Pooled memory is reserved, too: the choice does not fit. (Where the cache is released, pools give to each
   // other.)
   bool over = false;
 };
@@ -40,11 +40,11 @@ class Evaluator {
  public:
   Evaluator(const Trace& trace, const Job& job, const Cluster& cluster, const OptimizeOptions& options);
 
-  // Of each choice. Once the search has to end, what is not known yet is not planned.
+  // Evaluates each choice. Once the search has to end, choices that are not known yet are not planned.
   // `even_late`: only a signal keeps it from that, and it does not count for the limit.
   std::vector<Evaluation> Evaluate(const std::vector<Choice>& choices, bool even_late = false);
-  // Whether a choice that was planned fits, by the allocator's model (reserved_memory.h). Where
-  // OptimizeOptions allow no release of the cache, one says that it does not.
+  // Whether a choice that was planned fits, by the allocator's model (reserved_memory.h). If OptimizeOptions
+  // allow no release of the cache, a choice with one does not fit.
   bool Fits(const Choice& choice);
   // Evaluation::work_ns with so much more to compute.
   Nanoseconds WorkWith(const Evaluation& evaluation, Nanoseconds more) const;
@@ -52,11 +52,11 @@ class Evaluator {
   Bytes Over(const Choice& choice);
   // With releases of the cache counted, whatever is allowed, and ReservedToShow.
   DeviceFit FitOf(const Choice& choice) const;
-  // What the allocator would reserve without a budget: what the least budget without a release is.
+  // Bytes that the allocator would reserve without a budget: the least budget without a release.
   Bytes Reserved(const Choice& choice);
   // Cuts of the chain that should be good with everything else as `from`, found without planning.
   std::vector<Choice> PromisingUnits(const Choice& from, std::size_t most = 12);
-  // Of choices that differ in how the chain is cut: those that should be fastest, without planning.
+  // The choices that should be fastest, without planning, among choices that differ in how the chain is cut.
   std::vector<Choice> Fastest(std::vector<Choice> choices, std::size_t most);
   // The search has to end: it has made its plans, the time is over, or somebody said so.
   bool Ended();
@@ -93,7 +93,7 @@ class Evaluator {
   std::atomic<bool> ended_ = false;
 };
 
-// Of a plan that was made already. `fit` says its budget, and whether it may release the cache.
+// Measures a plan that was made already. `fit` says its budget, and whether it may release the cache.
 Result<Evaluation> Measure(const Plan& plan, const FitOptions& fit = {});
 
 }  // namespace shardplan::optimize

@@ -51,7 +51,7 @@ std::int64_t OwnNumel(const Trace& trace, const Module& module) {
   return numel;
 }
 
-// Of one block.
+// The parts of one block.
 std::vector<std::string> PartsOf(const Trace& trace, const std::string& fqn,
                                  const std::map<std::string, std::size_t>& entered) {
   constexpr std::int64_t kMost = 8;  // of them

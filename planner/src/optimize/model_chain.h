@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What units are made of: modules in the order in which the forward enters them.
+// The modules that units are made of, in the order in which the forward enters them.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct ChainModule {
 struct ModelChain {
   std::vector<ChainModule> modules;   // every parameter is under one of them, or the root's own
   std::vector<std::string> children;  // names that every block has, of modules that can be recomputed
-  // Of every block, modules below it with an eighth of its parameters and more: they may be units of their
+  // In every block, modules below it with an eighth of its parameters and more: they may be units of their
   // own.
   std::vector<std::string> parts;
   // Operators with matrix work that the blocks run, by what they are called.

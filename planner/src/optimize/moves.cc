@@ -59,7 +59,7 @@ std::int64_t NodePart(const Job& job) {
   return largest;
 }
 
-// Where the shards are on several nodes.
+// Reductions in two levels need shards on several nodes.
 bool MayReduceInTwoLevels(const Job& job) {
   return !job.keeps_reduction && !job.of_pytorch && job.shards > job.node_ranks && NodePart(job) > 1;
 }
@@ -100,7 +100,7 @@ Choice Fsdp1(const Job& job, bool grad_op) {
   return choice;
 }
 
-// What can be done at border i of the units: they are joined, one module goes over it, or the first is cut.
+// Moves at border i of the units: they are joined, one module goes over it, or the first is cut.
 void AddBorderMoves(const std::vector<std::int32_t>& units, std::size_t i,
                     std::vector<std::vector<std::int32_t>>& made) {
   const auto at = [](std::vector<std::int32_t>& list, std::size_t index) {

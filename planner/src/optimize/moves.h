@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the search begins, and where it can go.
+// Beginnings of the search, and its moves.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +21,15 @@ struct NamedChoice {
 std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& options);
 // The grid of common knobs, without those that change only the order of the same work.
 std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options);
-// Those of the grid that recompute nothing, with reductions in two levels, the first within a node.
+// Settings of the grid that recompute nothing, with reductions in two levels, the first within a node.
 std::vector<Choice> TwoLevels(const Job& job, const std::vector<Choice>& grid);
-// Of several micro-batches, where memory is short: whole blocks recomputed, gradients that wait half reduced
-// and parameters that are kept on the ranks of a node, or either of them, of all units. Of how many is left
-// open.
+// Beginnings with several micro-batches, where memory is short: whole blocks recomputed, gradients that wait
+// half reduced and parameters that are kept on the ranks of a node, or either of them, of all units. The
+// number of units is left open.
 std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options, Ends ends);
-// What leaves other room for units that are kept: another number of inputs of reduce-scatters in flight, and
-// a communicator of their own. Of several micro-batches also another accumulation, reductions in one level or
-// two, a smaller mesh or none.
+// Choices that leave other room for units that are kept: another number of inputs of reduce-scatters in
+// flight, and a communicator of their own. With several micro-batches also another accumulation, reductions
+// in one level or two, a smaller mesh or none.
 std::vector<Choice> OtherRoom(const Job& job, const Choice& from);
 // Every cut of a small model into units, and every number of them kept: what a climb may miss. None where
 // those are more than a few hundred.
@@ -41,8 +41,7 @@ inline constexpr int kMoveClasses = 4;
 inline constexpr int kRecomputationMoves = 1, kUnitMoves = 2;
 std::vector<Choice> Moves(const Job& job, const OptimizeOptions& options, const Choice& choice,
                           int move_class);
-// What a recomputation may keep: nothing, the results of attention, those of every second product, too, or of
-// all.
+// Operators whose results a recomputation may keep: none, attention, every second product, too, or all.
 std::vector<std::map<std::string, std::int64_t>> SavedOperators(const Job& job);
 // The one that needs least memory, as far as that can be told without planning.
 std::vector<Choice> Frugal(const Job& job, const OptimizeOptions& options);

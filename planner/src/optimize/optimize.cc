@@ -135,7 +135,7 @@ class OptimizeRun {
     return MakeError(ErrorCode::kNegative, "none of the best plans that were found verifies");
   }
 
-  // What PyTorch does wrong with a setting is no reason to train wrongly with it.
+  // A setting with which PyTorch computes wrongly is not taken.
   bool Take(const Choice& choice) {
     Result<PlannerOutput> planned = MakePlan(trace_, optimize::StrategyOf(job_, choice), cluster_);
     if (!planned || !planned->faults.empty()) {
@@ -178,7 +178,7 @@ class OptimizeRun {
     return {.code = ErrorCode::kNegative, .message = "no plan was found in the time limit"};
   }
 
-  // What is needed, and what would have to be allowed. `least` pools least.
+  // The bytes that are needed, and the flags that would have to allow more. `least` pools least.
   Status NothingFits(const Found& least) {
     const Bytes budget = least.evaluation.budget_bytes;
     std::string text = fmt::format("no plan that was found fits {} bytes", budget.value);
@@ -211,12 +211,12 @@ class OptimizeRun {
     return MakeError(ErrorCode::kNegative, std::move(text));
   }
 
-  // The least budget that one of the plans which were simulated fits without a release of the cache. What is
-  // pooled is a lower bound.
+  // The least budget that one of the plans which were simulated fits without a release of the cache. Pooled
+  // memory is a lower bound.
   static std::optional<Bytes> LeastBudget(optimize::Evaluator& evaluator) {
     std::vector<std::pair<Bytes, const Choice*>> order;
     for (const auto& [choice, evaluation] : evaluator.known()) {
-      // Where memory waits for other streams the model has no least budget: it depends on the device's speed.
+      // The model has no least budget if memory waits for other streams: it depends on the device's speed.
       if (evaluation.planned && !choice.fsdp1) order.emplace_back(evaluation.pooled_bytes, &choice);
     }
     std::ranges::sort(order, {}, [](const auto& entry) { return std::pair(entry.first, *entry.second); });
@@ -231,7 +231,7 @@ class OptimizeRun {
     return least;
   }
 
-  // What the most frugal choices need with one thing changed. `change`: false where it is so already.
+  // The needs of the most frugal choices with one thing changed. `change`: false where it is so already.
   template <typename Change>
   std::string WouldHelp(std::string_view what, const Change& change) {
     OptimizeOptions more = options_;
@@ -244,7 +244,7 @@ class OptimizeRun {
     return least ? fmt::format("; with {} there is one of {}", what, least->value) : std::string();
   }
 
-  // What no flag of the search changes.
+  // Reasons that no flag of the search changes.
   std::string OtherWays(const Plan& plan) const {
     if (const std::string why = WhyNoRanksFit(plan, {.budget_bytes = options_.budget}); !why.empty())
       return "; with these decisions no number of ranks would do: " + why;
@@ -262,7 +262,7 @@ class OptimizeRun {
         loss.value);
   }
 
-  // What the bound has to allow.
+  // Offloading and recomputation that the bound has to allow.
   bool Offloads(const Plan& plan) const {
     return options_.may_offload_activations || OffloadsActivations(plan);
   }
@@ -272,7 +272,7 @@ class OptimizeRun {
            });
   }
 
-  // Of all plans of the class: each has the communicators of its shards and its replicas at least.
+  // Holds for all plans of the class: each has the communicators of its shards and its replicas at least.
   Bytes LargestBudget() const {
     if (options_.budget) return *options_.budget;
     Bytes nccl;
@@ -285,7 +285,7 @@ class OptimizeRun {
     return StepWork::Make(trace_, plan, Recomputes(plan), Offloads(plan));
   }
 
-  // Of the units of plans that the search may choose.
+  // Layouts of the units of plans that the search may choose.
   std::vector<LayoutKind> LayoutsOf(const Plan& plan) const {
     if (options_.may_change_policy) return {LayoutKind::kPerParameter, LayoutKind::kFlat};
     return {plan.policy == "fsdp1" ? LayoutKind::kFlat : LayoutKind::kPerParameter};
@@ -382,8 +382,8 @@ class OptimizeRun {
     }
   }
 
-  // Of everything that was simulated, the Pareto front of pooled memory and time, and of that the one of
-  // reserved memory and time: what is reserved takes as long to know as the plan takes to make.
+  // The Pareto front of pooled memory and time, over everything that was simulated, and of that the front of
+  // reserved memory and time: reserved memory takes as long to know as the plan takes to make.
   void AddCurve() {
     std::vector<Found> found;
     for (const auto& [choice, e] : evaluator_.known()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What can be said of a job before it is searched: about how fast it is, and what is proven of all its plans.
+// The outlook of a job before it is searched: about how fast it is, and what is proven of all its plans.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace shardplan::optimize {
 
 struct Outlook {
   Nanoseconds step_ns;  // the fastest of some common settings that may fit; kLongestStep: none may
-  // Of all plans of the class that the search may choose; none: nothing is proven of them.
+  // Work of all plans of the class that the search may choose; none: nothing is proven of them.
   std::optional<StepWork> work;
   std::vector<LayoutKind> layouts;
   Bytes budget;

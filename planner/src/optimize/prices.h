@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Looks for the prices that prove most. What they prove, the checker's own function says.
+// Looks for the prices that prove most. The checker's own function says what they prove.
 #pragma once
 
 #include <cstdint>

@@ -21,7 +21,7 @@ struct Mix {
   std::int64_t bytes_of_a_block = 1;
   // Blocks of the second level, the first not enough and the second enough as far as is known.
   std::int32_t too_few = -1, enough = 0;
-  // What is reserved is so much more than what is pooled.
+  // Reserved memory beyond pooled memory.
   std::int64_t margin_bytes = 0;
   Nanoseconds step_ns;  // with enough
   bool fits = false;    // with enough, by what is reserved
@@ -157,7 +157,7 @@ class RecomputationFit {
     return levels;
   }
 
-  // Those that no mix of others is better than.
+  // Lower convex hull of (freed bytes, cost).
   static std::vector<Level> HullOf(const std::vector<Level>& levels) {
     std::vector<Level> hull;
     for (const Level& level : levels) {

@@ -12,16 +12,16 @@
 
 namespace shardplan::optimize {
 
-// What recomputing each of the blocks' modules costs and frees: planned once, for the first choice that is
-// asked about.
+// Costs and freed bytes of recomputing each of the blocks' modules: planned once, for the first choice that
+// is asked about.
 class RecomputationPrices {
  public:
   using Saved = std::map<std::string, std::int64_t>;  // as Choice::saved
-  // What is recomputed of a block: modules, or the block as a whole.
+  // The recomputed part of a block: modules, or the block as a whole.
   struct Level {
     std::vector<std::string> children;
     bool whole = false;
-    // Of all blocks.
+    // Sums over all blocks.
     std::int64_t freed_bytes = 0;
     std::int64_t cost_ns = 0;
   };
@@ -38,8 +38,8 @@ Choice WithoutRecomputation(Choice choice);
 
 // Choices that differ from `from` in what is recomputed alone, the most promising that are within the budget
 // and what is next to them. Each of the blocks' modules has a price (time for each byte that is freed); the
-// cheapest are recomputed until the rest fits, the last of them in so many blocks as are needed. What takes
-// as long as `limit` is not looked at closely.
+// cheapest are recomputed until the rest fits, the last of them in so many blocks as are needed. A choice
+// that takes as long as `limit` is not looked at closely.
 std::vector<Choice> FitRecomputation(Evaluator& evaluator, const Job& job, const OptimizeOptions& options,
                                      RecomputationPrices& prices, const Choice& from, Nanoseconds limit);
 

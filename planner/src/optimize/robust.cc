@@ -54,7 +54,7 @@ void Robust::Search(const std::set<Choice>& refused) {
   (void)optimize::Search(*at_.front(), job_, options_).Run(refused);
 }
 
-// What is reserved may depend on the device's speed, where memory waits for other streams.
+// Reserved memory may depend on the device's speed, where memory waits for other streams.
 bool Robust::Fits(const Choice& choice) { return at_.front()->Fits(choice) && nominal_.Fits(choice); }
 
 std::vector<Nanoseconds> Robust::StepsOf(const Choice& choice) {

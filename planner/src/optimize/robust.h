@@ -31,8 +31,8 @@ class Robust {
 
   // Searches at the slow corner.
   void Search(const std::set<Choice>& refused);
-  // Of the plans of that search, the fastest of the nominal one and the one that was taken from it (`plain`),
-  // those that fit: the one whose longest step is shortest. None: nothing fits.
+  // The plan whose longest step is shortest, among those that fit: the plans of that search, the fastest of
+  // the nominal one and the one that was taken from it (`plain`). None: nothing fits.
   std::optional<Choice> Best(const Choice& plain, const std::set<Choice>& refused);
   RobustReport ReportOf(const Choice& choice, const Choice& plain);
 

@@ -73,8 +73,8 @@ void Search::Tell() {
                         .evaluations = evaluator_.evaluations()});
 }
 
-// The order of the same work cannot make a step shorter than the work is. What is left out here is no better
-// than what was found.
+// The order of the same work cannot make a step shorter than the work is. Orders that are left out here are
+// no better than what was found.
 void Search::TryOrders(const std::vector<Choice>& grid, Effort effort) {
   std::vector<std::pair<Nanoseconds, const Choice*>> works;
   for (const Choice& work : grid) {
@@ -92,7 +92,7 @@ const Evaluation* Search::Known(const Choice& choice) const {
   return known != evaluator_.known().end() && known->second.planned ? &known->second : nullptr;
 }
 
-// What a setting of the grid recomputes is the same kernels in all of them.
+// The recomputation of a setting of the grid is the same kernels in all of them.
 void Search::NoteRecomputed(const Choice& choice) {
   if (choice.recomputed == 0) return;
   const Evaluation *with = Known(choice), *without = Known(WithoutRecomputation(choice));
@@ -173,7 +173,7 @@ void Search::ClimbByMoves() {
     std::vector<Choice> moves = Moves(job_, options_, from, move_class);
     if (!offloads_) std::erase_if(moves, [](const Choice& move) { return move.offloaded > 0; });
     if (move_class == kUnitMoves && !job_.keeps_units && !from.fsdp1) {
-      // Where memory is short, cuts count for what they need, which the model does not know.
+      // If memory is short, cuts count for the memory that they need, which the model does not know.
       const bool tight = best_->evaluation.pooled_bytes.value > best_->evaluation.budget_bytes.value / 10 * 9;
       if (!tight) moves = evaluator_.Fastest(std::move(moves), kMostCuts);
       const bool may_keep = tight && !job_.keeps_reshard;
@@ -226,7 +226,7 @@ void Search::TryRecomputationOf(const Choice& fastest, std::int64_t part) {
   }
 }
 
-// What is in host memory need not be computed again: where more is, less is recomputed.
+// Offloaded activations need not be computed again: the more are in host memory, the less is recomputed.
 void Search::TryOffloadBeside(const Choice& best) {
   if (!offloads_) return;
   const std::int32_t blocks = job_.chain.blocks;
@@ -240,7 +240,7 @@ void Search::TryOffloadBeside(const Choice& best) {
   }
 }
 
-// What is kept and what is recomputed share the budget: where one has less, the other has more.
+// Kept and recomputed units share the budget: if one has less, the other has more.
 void Search::TryRecomputationBeside(const Choice best) {
   FitRecomputationOf(best);
   TryOffloadBeside(best);
@@ -263,8 +263,8 @@ void Search::TryRecomputationBeside(const Choice best) {
   }
 }
 
-// Of each, so many units as the budget allows by what is pooled. What was tried on the way; `most`: the
-// counts.
+// Each choice with as many units as the budget allows by pooled memory. Returns the choices that were tried;
+// `most`: the counts.
 std::vector<Choice> Search::WithMost(std::vector<Choice> choices, std::int32_t Choice::*count,
                                      std::vector<std::int32_t>& most) {
   most.assign(choices.size(), -1);
@@ -297,7 +297,7 @@ std::vector<Choice> Search::KeepingMost(std::vector<Choice> choices) {
   std::vector<std::int32_t> most;
   std::vector<Choice> tried = WithMost(choices, &Choice::kept, most);
   for (std::size_t i = 0; i < choices.size(); ++i) {
-    // What is reserved is more than what is pooled.
+    // Reserved memory is more than pooled memory.
     for (const std::int32_t less : {1, 2}) {
       if (most[i] < less) continue;
       tried.push_back(choices[i]);
@@ -326,8 +326,8 @@ void Search::ConsiderMost(const std::vector<Choice>& choices, std::int32_t Choic
   }
 }
 
-// What waits, and what is kept, for the next micro-batch: of as many units as the budget allows, first the
-// one and then the other.
+// Gradients that wait, and parameters that are kept, for the next micro-batch: in as many units as the budget
+// allows, first the one and then the other.
 void Search::TryWaiting() {
   // Modules that share a parameter are in one unit: those at the ends may have to be the root's.
   if (!TryWaitingOf(Waiting(job_, options_, Ends::kOwn))) TryWaitingOf(Waiting(job_, options_, Ends::kRoot));
@@ -368,7 +368,7 @@ std::optional<Found> Search::Next(const std::set<Choice>& tried) const {
   return next;
 }
 
-// Those of the grid whose work would let them win, and that do not fit without a recomputation.
+// Grid settings that the lower bound does not exclude, and that do not fit without a recomputation.
 std::vector<Choice> Search::RecomputingOf(const std::vector<Choice>& grid) {
   for (const Choice& choice : grid) NoteRecomputed(choice);
   std::vector<Choice> recomputing;
@@ -380,8 +380,8 @@ std::vector<Choice> Search::RecomputingOf(const std::vector<Choice>& grid) {
   return recomputing;
 }
 
-// From the best of a search that leaves activations where they are: so allowing more makes no step longer.
-// What is less than a thousandth faster is not worth the host's memory.
+// From the best of a search that leaves activations where they are: so allowing more makes no step longer. A
+// step that is less than a thousandth faster is not worth the host's memory.
 void Search::ClimbOffloading() {
   if (job_.keeps_activations || !best_) return;
   const Found staying = *best_;
@@ -405,7 +405,7 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   // A recomputation makes a step longer: it is of use where nothing else fits.
   std::ranges::copy_if(grid, std::back_inserter(beginnings),
                        [](const Choice& choice) { return choice.recomputed == 0; });
-  // Where ranks would pad much, nothing of the grid may fit as people set it.
+  // If ranks would pad much, nothing of the grid may fit with its usual cuts.
   for (Choice choice : grid) {
     if (job_.divisible_dims.empty() || job_.keeps_layout) break;
     if (choice.recomputed > 0 || choice.part > 1 || choice.fsdp1) continue;

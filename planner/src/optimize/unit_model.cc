@@ -46,7 +46,7 @@ void UnitModel::AddModules(const Trace& trace, const Job& job, const Plan& like)
   const std::vector<std::int32_t> chain_of = ChainOf(trace, job.chain);
   const auto count = static_cast<std::size_t>(modules_) + 1;
   for (auto* of : {&forward_ns_, &backward_ns_, &gathered_bytes_, &reduced_bytes_}) of->assign(count, 0);
-  // What is of none runs with the module before it.
+  // An operator of no module of the chain runs with the module before it.
   const auto add = [&](const std::vector<Pass>& passes, std::vector<std::int64_t>& to, std::int32_t at) {
     if (passes.empty()) return;
     for (const TraceEvent& event : passes.front().events) {
@@ -139,7 +139,7 @@ std::optional<UnitModel> UnitModel::Make(const Trace& trace, const Job& job, con
   return model;
 }
 
-// Two queues, each in order. Where both have work, each goes at its rate beside the other.
+// Two queues, each in order. If both have work, each goes at its rate beside the other.
 std::int64_t UnitModel::Run(const std::vector<Piece>& compute, const std::vector<Piece>& link) const {
   std::size_t done[2] = {0, 0};
   const std::vector<Piece>* queues[2] = {&compute, &link};

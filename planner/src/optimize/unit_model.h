@@ -21,10 +21,10 @@ class UnitModel {
   // `like`: a plan of the job, for its mesh and dtypes. None: the model has no chain, or costs are missing.
   static std::optional<UnitModel> Make(const Trace& trace, const Job& job, const Plan& like);
 
-  // `from` with the best cut for each number of units, the best of them first, `most` of them. As many
-  // modules are kept as `from` keeps, or all of a unit more.
+  // `from` with the best cut for each number of units, the best of them first, `most` of them. The kept
+  // modules are as many as `from` keeps, or all of a unit more.
   std::vector<Choice> BestCuts(const Choice& from, std::size_t most) const;
-  // What it thinks of one.
+  // The model's estimate of one.
   std::int64_t StepOf(const std::vector<std::int32_t>& units, const Choice& from) const;
 
  private:
@@ -53,7 +53,7 @@ class UnitModel {
   Cluster cluster_;
   std::int32_t modules_ = 0;
   std::int64_t compute_rate_ppm_ = 1'000'000, link_rate_ppm_ = 1'000'000;
-  // Of the modules before each.
+  // Sums over the modules before each.
   std::vector<std::int64_t> forward_ns_, backward_ns_, gathered_bytes_, reduced_bytes_;
   std::int64_t copied_per_mib_ns_ = 0;
   Table gather_, reduce_;

@@ -93,7 +93,7 @@ Status CheckIsDataParallel(const std::vector<NamedTrace>& traces, const Strategy
   return {};
 }
 
-// What the search makes short.
+// The figure that the search makes short.
 Nanoseconds Judged(const Optimization& report) {
   return report.robust ? report.robust->worst_ns : report.step_ns;
 }
@@ -221,7 +221,7 @@ class VariantsRun {
                                                     outlook.layouts, outlook.budget));
   }
 
-  // What cannot be planned or cannot fit has no plan that a bound could be about.
+  // A variant that cannot be planned or cannot fit has no plan that a bound could be about.
   Nanoseconds LeastBound() {
     Nanoseconds least = kLongestStep;
     for (std::size_t v = 0; v < reports_.size(); ++v) {
@@ -236,7 +236,7 @@ class VariantsRun {
     return least;
   }
 
-  // Of one of the variants, and which they all are.
+  // The error of one of the variants, with a list of them all.
   Error WhyNothing() {
     Error error = error_.value_or(Error{.code = ErrorCode::kNegative, .message = "nothing was tried"});
     if (error.code != ErrorCode::kNegative || reports_.size() == 1) return error;

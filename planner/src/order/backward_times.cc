@@ -9,7 +9,7 @@
 namespace shardplan {
 namespace {
 
-// What one forward says of the order in which things were made.
+// The order in which things were made in one forward.
 struct ForwardIndex {
   std::map<ModuleId, std::int32_t> first_enter;                         // canonical modules
   std::map<std::pair<ModuleId, std::int32_t>, const ExitEvent*> exits;  // module, occurrence

@@ -29,10 +29,10 @@ struct ForwardTime {
 // it (no node, or an unknown one).
 std::vector<ForwardTime> BackwardTimes(const Trace& trace, const ModelIndex& index, std::int32_t backward);
 
-// What happens before event `position` of a backward to the `occurrence`-th call of `unit` in the forward at
-// position `forward`: all that was computed since its pre-forward has run backward; or the gradients of its
-// inputs are done, and the hooks on them of the modules that had returned them before have run (frozen units
-// only, whose reshard hangs on that).
+// An event before event `position` of a backward, for the `occurrence`-th call of `unit` in the forward at
+// position `forward`. Either all that was computed since its pre-forward has run backward. Or the gradients
+// of its inputs are done, and the hooks on them of the modules that had returned them before have run (frozen
+// units only, whose reshard hangs on that).
 struct AutogradEvent {
   std::int32_t position = 0;
   UnitId unit = -1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where hooks fire of units that are one module or a group of several (fully_shard([a, b])), and which unit a
-// forward is rooted at (_register_group_forward_hooks and FSDPState in _fsdp_state.py).
+// Hooks of units that are one module or a group of several (fully_shard([a, b])), and the unit that a forward
+// is rooted at (_register_group_forward_hooks and FSDPState in _fsdp_state.py).
 //
 // A group's post-forward hook runs when all of its modules have run. Up to 2.11 its pre-forward hook runs for
 // the first of them alone. Since 2.15 it runs for each, and the root's post-forward completes a group of
@@ -17,7 +17,7 @@ namespace shardplan {
 
 class GroupForwards {
  public:
-  // What happens when a module is entered that units hook.
+  // The effect of entering a module that units hook.
   struct Entered {
     bool runs_hook = false;
     bool begins = false;            // the unit's forward

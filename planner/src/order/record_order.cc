@@ -28,7 +28,7 @@ class Recorder {
         inputs_wrapped_(inputs_wrapped),
         groups_(partition, rules) {}
 
-  // What a step leaves to the next ones.
+  // State that a step leaves to the next ones.
   auto Carried() const {
     return std::tuple(groups_, is_last_backward_, post_forwards_, input_hooks_, output_hooks_);
   }
@@ -40,7 +40,7 @@ class Recorder {
 
   Result<RecordedStep> Record(const StepProgram& program, std::size_t step) {
     step_ = {};
-    // Of calls before the step's first forward.
+    // Calls before the step's first forward have these.
     microbatch_ = 0;
     grad_enabled_ = training_ = true;
     for (std::size_t c = 0; c < program.size(); ++c) {
@@ -73,7 +73,7 @@ class Recorder {
     return std::holds_alternative<ForwardCall>(call) || std::holds_alternative<BackwardCall>(call);
   }
 
-  // Where the model computes: what a segment cut here is called and belongs to.
+  // The place of the model's compute: name and unit of a segment that is cut here.
   struct Place {
     std::string name;
     SegmentPhase phase = SegmentPhase::kForward;
@@ -151,8 +151,8 @@ class Recorder {
       event.outputs_require_grad = event.outputs_require_grad || pass_->tensors[tensor].requires_grad;
     }
     // Part of a forward can run without gradients: then nothing that trainable parameters made needs one, or
-    // that any parameters made, would they train. What would need one if they did was made with gradients;
-    // what is passed through says nothing.
+    // that any parameters made, would they train. A tensor that would need one if they did was made with
+    // gradients; a tensor that is passed through tells nothing.
     const auto is_made = [&](TensorId tensor) {
       return std::ranges::find(enter.inputs, tensor) == enter.inputs.end();
     };
@@ -220,7 +220,7 @@ class Recorder {
     return {};
   }
 
-  // What follows belongs to a forward that the backward covers.
+  // Later points belong to a forward that the backward covers.
   void InForward(const BackwardCall& call, std::int32_t forward) {
     microbatch_ = MicrobatchOf(call.microbatches, forward);
     forward_ = forward;
@@ -306,11 +306,11 @@ class Recorder {
     }
   }
 
-  // Of the outermost module that runs again. A checkpoint that is inside of the hooks of its unit (a wrapper
-  // that is applied before FSDP, or one of `forward`) recomputes behind the unit's pre-backward, and runs no
-  // hooks. One around a function that calls the module runs them, and may do so before that pre-backward, or
-  // behind the post-backward of another call: the parameters are sharded then. A reentrant checkpoint, whose
-  // forward ran without gradients, is not told apart from one inside of the hooks.
+  // Takes the outermost module that runs again. A checkpoint that is inside of the hooks of its unit (a
+  // wrapper that is applied before FSDP, or one of `forward`) recomputes behind the unit's pre-backward, and
+  // runs no hooks. One around a function that calls the module runs them, and may do so before that
+  // pre-backward, or behind the post-backward of another call: the parameters are sharded then. A reentrant
+  // checkpoint, whose forward ran without gradients, is not told apart from one inside of the hooks.
   bool RunsHooks(ModuleId entry) const {
     const UnitId unit = partition_.unit_of_module[index_.canonical[entry]];
     if (unit < 0 || in_backward_units_.contains(unit)) return false;
@@ -376,11 +376,11 @@ class Recorder {
 
   std::string UnitName(UnitId unit) const { return DisplayName(partition_.units[unit].unit.fqn); }
 
-  // Which of a micro-batch's forwards it is. Where the trace lists no calls there is one, and forwards of the
+  // Which of a micro-batch's forwards it is. If the trace lists no calls there is one, and forwards of the
   // trace that are alike stand for each other.
   std::int32_t Run(std::int32_t forward) const { return trace_.calls.empty() ? 0 : forward; }
 
-  // Of the forward that the backward is in.
+  // The run of the module in the forward that the backward is in.
   ModuleRun RunOf(ModuleId module, std::int32_t occurrence) const {
     return {microbatch_, run_, index_.canonical[module], occurrence};
   }
@@ -398,7 +398,7 @@ class Recorder {
     segment_begin_ = position;
   }
 
-  // Of each parameter group of the modules that the unit hooks.
+  // Pushes the point for each parameter group of the modules that the unit hooks.
   void PushOfAll(HookPointKind kind, UnitId unit) {
     for (const UnitId group : GroupsOf(partition_, unit)) Push(kind, group);
   }

@@ -19,7 +19,7 @@ void JoinClocks(Clock& into, const Clock& from) {
   for (std::size_t s = 0; s < into.size(); ++s) into[s] = std::max(into[s], from[s]);
 }
 
-// Of a buffer in host memory, by stream: how far the stream has to get until its copies are done.
+// Copies of a buffer in host memory, by stream: how far the stream has to get until its copies are done.
 struct CopiesOf {
   Clock from;  // that read it
   Clock to;    // that write it
@@ -89,7 +89,7 @@ class CopyWaits {
   }
   bool IsHostBuffer(BufferId buffer) const { return buffer >= 0 && IsOnHost(plan_.buffers[buffer]); }
 
-  // Those that are not far enough, but for streams that another one of them has waited for.
+  // Streams that are not far enough, but for those that another one of them has waited for.
   std::vector<StreamId> StreamsToWaitFor(const Clock& needed) const {
     std::vector<StreamId> streams;
     for (std::size_t s = 0; s < needed.size(); ++s) {

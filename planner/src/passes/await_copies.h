@@ -3,7 +3,7 @@
 // parameters), it waits for copies between that memory and the device that nothing has waited for yet.
 //
 // PyTorch has no such waits: an evaluation between a backward and the optimizer's step copies shards that the
-// optimizer may change meanwhile. Where PyTorch's own waits are enough nothing is added.
+// optimizer may change meanwhile. Nothing is added if PyTorch's own waits are enough.
 #pragma once
 
 #include "shardplan/schemas/plan.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a backward needs of checkpointed modules: the first half of pass `apply_checkpointing`.
+// The needs of a backward in checkpointed modules: the first half of pass `apply_checkpointing`.
 #pragma once
 
 #include <map>
@@ -31,7 +31,7 @@ struct CheckpointRegion {
   bool done = false;    // its backward is over
 };
 
-// Of a storage, in the trace as it is.
+// The life of a storage, in the trace as it is.
 struct StorageLife {
   std::int32_t birth_forward = -1;
   StorageRole role = StorageRole::kSaved;

@@ -7,7 +7,7 @@
 // when the last module that got it as an argument returns. The region's inputs are kept instead, until its
 // backward is over. In the backward, the first node that needs something saved in the region runs the
 // region's forward again, up to the point where the last saved tensor has been remade (early stop), and the
-// tensors made there take the place of the saved ones. What is left of the interrupted forward dies at once.
+// tensors made there take the place of the saved ones. The rest of the interrupted forward dies at once.
 //
 // [Note: sums behind a node]
 // A gradient of an operand that was broadcast is summed by the engine, behind the node that made it
@@ -18,8 +18,8 @@
 // [Note: operators that are not run again]
 // Selective checkpointing (torch.utils.checkpoint.create_selective_checkpoint_contexts) keeps what some
 // operators of the region made, temporaries too. The recomputation takes that from where it is kept in place
-// of running the operator; what nobody saved then dies where it died in the forward. What an early stop
-// leaves untaken goes with the region's inputs.
+// of running the operator; what nobody saved then dies where it died in the forward. Results that an early
+// stop leaves untaken go with the region's inputs.
 #include "passes/checkpointing.h"
 
 #include <fmt/format.h>
@@ -78,7 +78,7 @@ class Checkpointer {
     return CheckSaved();
   }
 
-  // What the first of them keeps and drops is not what the second needs.
+  // The first of them keeps and drops other tensors than the second needs.
   static std::unexpected<Error> RunsBackwardTwice(std::size_t b, std::int32_t f) {
     return MakeInputError(
         "/checkpoint",
@@ -189,7 +189,7 @@ class Checkpointer {
     }
   }
 
-  // What an operator writes that was allocated for it.
+  // Storages that an operator writes and that were allocated for it.
   static std::vector<StorageId> MadeBy(const std::vector<TraceEvent>& events, std::size_t position) {
     const std::vector<StorageId>& writes = std::get<OperatorEvent>(events[position]).writes;
     std::vector<StorageId> made;
@@ -219,7 +219,7 @@ class Checkpointer {
     }
   }
 
-  // What the recomputation never comes to stays as long as the region's inputs.
+  // Results that the recomputation never comes to stay as long as the region's inputs.
   void KeepUntaken(CheckpointRegion& region) {
     const Pass& pass = trace_.forwards[region.forward];
     for (const std::size_t i : region.saves) {

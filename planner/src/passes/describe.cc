@@ -9,8 +9,8 @@
 namespace shardplan {
 namespace {
 
-// Forwards that are trained on, in the step that repeats. Of the backwards that a trace calls for one batch,
-// the last counts.
+// Forwards that are trained on, in the step that repeats. The last backward counts of those that a trace
+// calls for one batch.
 std::int64_t TrainedForwards(const Trace& trace, const Strategy& strategy) {
   if (strategy.program.empty()) return 1;
   const auto last = static_cast<std::int32_t>(trace.backwards.size()) - 1;

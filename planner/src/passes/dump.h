@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the passes made, as text for a reader.
+// Results of the passes, as text for a reader.
 #pragma once
 
 #include <string>

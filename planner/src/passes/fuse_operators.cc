@@ -107,7 +107,7 @@ class Fuser {
         made.push_back(events[i++]);
         continue;
       }
-      // What was allocated for the first operator belongs to the run.
+      // Storages that were allocated for the first operator belong to the run.
       while (i > 0 && std::holds_alternative<AllocateEvent>(events[i - 1])) {
         made.pop_back();
         --i;
@@ -135,7 +135,7 @@ class Fuser {
     return module >= 0 && !has_parameters_[static_cast<std::size_t>(module)];
   }
 
-  // Of a run that begins with the operator at `begin`: the event behind its last operator, and how many it
+  // The run that begins with the operator at `begin`: the event behind its last operator, and how many it
   // has.
   std::pair<std::size_t, int> RunFrom(const std::vector<TraceEvent>& events, std::size_t begin) const {
     const auto* first = std::get_if<OperatorEvent>(&events[begin]);
@@ -187,8 +187,8 @@ class Fuser {
     std::ranges::move(frees, std::back_inserter(made));
   }
 
-  // What an operator reads of the run's own, or again, is not read; what it writes for the run alone is not
-  // written.
+  // An operator's reads of the run's own storages, or repeated ones, do not count; nor do its writes for the
+  // run alone.
   void Join(const OperatorEvent& op, const std::set<StorageId>& dead, std::set<StorageId>& written,
             std::set<StorageId>& read, OperatorEvent& fused) const {
     Bytes reads = op.bytes_read, writes = op.bytes_written;

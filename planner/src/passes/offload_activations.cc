@@ -87,7 +87,7 @@ class UnitFinder {
     }
   }
 
-  // Of the units every so many-th, in the order of their forwards.
+  // Chooses every so many-th unit, in the order of their forwards.
   void Choose() {
     std::vector<UnitId> units;
     for (const std::vector<Stretch>& stretches : stretches_) {

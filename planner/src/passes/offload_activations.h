@@ -6,9 +6,9 @@
 // A unit's copy to the host begins when its forward ends. The device gives the memory up when the next unit
 // that is offloaded has run forward, and its copy begins: so the copy has the time of all units between the
 // two, and one unit's tensors are on their way at a time. The backward is the mirror of it: a unit's tensors
-// are brought back when the one that was offloaded behind it begins to run backward. Of the last one that is
-// offloaded the distance is that of the two before. The memory of one unit more than has to be is there on
-// the way, where others are not there yet, or not any more.
+// are brought back when the one that was offloaded behind it begins to run backward. The last unit that is
+// offloaded has the distance of the two before. The memory of one unit more than has to be is there on the
+// way, where others are not there yet, or not any more.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@
 
 namespace shardplan {
 
-// What of a unit is offloaded in a forward of the trace.
+// The offloaded storages of a unit in a forward of the trace.
 struct OffloadedUnit {
   UnitId unit = -1;
   std::int32_t forward = -1;

@@ -19,7 +19,7 @@ namespace {
 // A policy whose state does not come back within this many repetitions of the last step would be a bug.
 constexpr int kMaxRepetitions = 16;
 
-// Where the strategy has the call; "/program": it has none (a step that nobody wrote).
+// The pointer of the call in the strategy; "/program": it has none (a step that nobody wrote).
 std::string PointerOf(const ModuleCall& wanted, const Strategy& strategy) {
   for (std::size_t s = 0; s < strategy.program.size(); ++s) {
     for (std::size_t c = 0; c < strategy.program[s].size(); ++c) {
@@ -30,7 +30,7 @@ std::string PointerOf(const ModuleCall& wanted, const Strategy& strategy) {
   return "/program";
 }
 
-// What the policy says, else what the builder has refused.
+// The policy's status, else the first call that the builder has refused.
 Status Of(Status of_policy, const ProgramBuilder& builder) {
   return of_policy ? builder.status() : of_policy;
 }

@@ -49,7 +49,8 @@ std::string_view EdgeStyle(EdgeKind kind) {
   return "";
 }
 
-// What a name is inside the quotes of a label. GraphViz reads \n, \l, \N and the like after a backslash.
+// The name as it stands inside the quotes of a label. GraphViz reads \n, \l, \N and the like after a
+// backslash.
 std::string LabelText(std::string_view name) {
   std::string text;
   for (const char c : Printable(name)) {

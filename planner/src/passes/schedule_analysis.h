@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a schedule graph says of a step: which edges are needed, what may move where, what holds up
+// Questions to a schedule graph of a step: which edges are needed, what may move where, what holds up
 // everything, how long the step takes at least. Built on Boost.Graph.
 #pragma once
 
@@ -25,9 +25,8 @@ struct TriggerRange {
 };
 std::vector<TriggerRange> MovableRanges(const ScheduleGraph& graph);
 
-// Of the vertices in `among`, those that each other one is ordered with, in order: all that comes later has
-// to pass through them, they dominate the end of the step. None of `among` can move across one. Cost as
-// above.
+// The vertices in `among` that each other one is ordered with, in order. All that comes later has to pass
+// through them: they dominate the end of the step. None of `among` can move across one. Cost as above.
 std::vector<std::int32_t> Barriers(const ScheduleGraph& graph, const std::vector<bool>& among);
 
 // A longest path by the vertices' durations: with these, no order of the instructions takes less.

@@ -21,7 +21,7 @@ struct Accesses {
   std::vector<Vertex> readers;
 };
 
-// What is known of a buffer from one step to the next.
+// Facts of a buffer that hold from one step to the next.
 struct BufferState {
   BufferId memory = -1;  // the buffer whose accesses are ordered with this one's: itself, or what it views
   StreamId pool = 0;     // of the stream that it was allocated on; -1: the host's
@@ -273,7 +273,7 @@ class GraphBuilder {
   void MakeView(const Instruction& i) {
     Read(memory_[state_[i.src].memory], EdgeKind::kData);
     Write(memory_[i.dst], EdgeKind::kMemory, /*is_lifetime=*/true);
-    // What uses either name comes after both have become one.
+    // Uses of either name come after both have become one.
     Write(memory_[state_[i.src].memory], EdgeKind::kMemory);
     state_[i.dst] = {state_[i.src].memory, state_[i.src].pool};
   }
@@ -324,14 +324,14 @@ class GraphBuilder {
   const Plan& plan_;
   const std::vector<bool> used_;
   const std::vector<std::vector<ActivationTouch>> activations_;  // by segment
-  // Of the program so far, over all steps.
+  // State of the program so far, over all steps.
   AliveBuffers alive_;
   std::vector<BufferState> state_;
   std::vector<BufferId> bound_;  // by unit
-  // Of the plan: whether a unit is ever unsharded; what the optimizer touches of it.
+  // By unit of the plan: whether it is ever unsharded; its buffers that the optimizer touches.
   std::vector<bool> has_unsharded_;
   std::vector<std::vector<BufferId>> unit_buffers_;
-  // Of the step. `at_` is the vertex that is being added.
+  // The parts of the step. `at_` is the vertex that is being added.
   ScheduleGraphParts parts_;
   Vertex at_ = kNone;
   std::vector<bool> has_predecessor_;

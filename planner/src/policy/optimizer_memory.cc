@@ -68,7 +68,7 @@ Status OptimizerMemory::CheckGradDTypes() const {
   return {};
 }
 
-// What is in .grad when the backward is over (_post_backward_hook, prepare_gradient_for_optim).
+// The dtype of .grad when the backward is over (_post_backward_hook, prepare_gradient_for_optim).
 DType OptimizerMemory::FlatGradDType(const UnitChoice& choice) const {
   const Unit& unit = choice.unit;
   const bool compresses =
@@ -116,8 +116,8 @@ void OptimizerMemory::AllocateStates(UnitId unit, const std::vector<OptimizerSha
       MemoryOf(unit) == MemoryKind::kDevice ? stream : kHost);
 }
 
-// What the optimizer steps at once, in the order of the model's parameters. Flat parameters are those of the
-// modules that were wrapped: their units' order.
+// Shards that the optimizer steps at once, in the order of the model's parameters. Flat parameters are those
+// of the modules that were wrapped: their units' order.
 std::vector<OptimizerMemory::Stepped> OptimizerMemory::InModelOrder(
     const std::vector<SteppedUnit>& units) const {
   std::vector<Stepped> shards;
@@ -148,7 +148,7 @@ void OptimizerMemory::Step(const std::vector<SteppedUnit>& units) {
     std::transform(first, last, std::back_inserter(run),
                    [](const Stepped& stepped) { return stepped.shard; });
     AllocateStates(first->unit, run, kCompute);
-    // Those in device memory, or where all units are offloaded, those in host memory.
+    // Takes the shards in device memory, or those in host memory if all units are offloaded.
     if (on_host || MemoryOf(first->unit) == MemoryKind::kDevice)
       stepped_together.insert(stepped_together.end(), run.begin(), run.end());
     first = last;

@@ -19,7 +19,7 @@ struct SteppedUnit {
 
 class OptimizerMemory {
  public:
-  // What later steps depend on.
+  // State that later steps depend on.
   struct State {
     // By unit and parameter: torch.optim has made its states, in the first step that had a gradient for it.
     std::vector<std::vector<bool>> has_states;

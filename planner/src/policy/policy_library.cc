@@ -32,7 +32,7 @@ std::string LoaderError() {
 
 void Close(void* library) { ::dlclose(library); }
 
-// What makes a description useless, whatever is planned; "": nothing.
+// The fault that makes a description useless, whatever is planned; "": none.
 std::string WhatIsWrong(const PolicyDescription& policy) {
   if (policy.name.empty()) return "its policy has no name";
   if (IsBuiltIn(policy.name)) return fmt::format("its policy is called {}, which is built in", policy.name);

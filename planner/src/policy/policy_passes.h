@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a policy needs of the passes. A policy that is built in is added in policy_passes.cc and nowhere else:
-// the passes know no policy by name.
+// The needs of a policy in the passes. A policy that is built in is added in policy_passes.cc and nowhere
+// else: the passes know no policy by name.
 #pragma once
 
 #include <memory>
@@ -31,7 +31,8 @@ struct PolicyPasses {
   Status (*change_buffers)(const PolicyInput&, std::vector<ModuleBuffer>& buffers) = nullptr;
 };
 
-// Of the strategy's policy. `own`: one that is not built in, or null. kBadInput: there is no such policy.
+// The passes of the strategy's policy. `own`: one that is not built in, or null. kBadInput: there is no such
+// policy.
 Result<PolicyPasses> FindPolicy(const Strategy& strategy, const PolicyDescription* own);
 
 // `strategy`, of this policy, with the default of each knob that it does not give. kBadInput: a knob that the

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::string_view kOnDemand = ".on_demand";
 
-// What a procedure finds as a step has left it, and the reverse.
+// Buffers that a procedure finds as a step has left them, and the reverse.
 bool IsStateOfUnit(const Buffer& buffer) {
   switch (LifetimeOf(buffer.role)) {
     case RoleLifetime::kUnsharded:

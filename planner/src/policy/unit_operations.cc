@@ -144,7 +144,7 @@ class UnitOperations::Impl {
     if (!gathered) program_.Refuse(gathered.error().message);
   }
 
-  // Where an optimizer steps, too: what is copied out later would be of before the step.
+  // An optimizer's step awaits it, too: a later copy-out would have parameters of before the step.
   void Await(UnitId unit) {
     fsdp2::FsdpParamGroup* group = Group(unit);
     if (group == nullptr || !group->is_gathering()) return;
@@ -209,7 +209,7 @@ class UnitOperations::Impl {
   }
 
  private:
-  // What FSDP2's hooks decide is the policy's own.
+  // The decisions of FSDP2's hooks are the policy's own.
   fsdp2::FsdpParamGroup* AddGroup(const fsdp2::UnitScope& scope) {
     fsdp2::ParamGroupSettings settings = fsdp2::SettingsOf(scope.choice(), input_.strategy.fsdp2);
     settings.reshard_after_backward = settings.part_after_backward = false;
@@ -281,7 +281,7 @@ class UnitOperations::Impl {
   std::vector<fsdp2::UnitScope> scopes_;
   std::vector<std::unique_ptr<fsdp2::FsdpParamGroup>> own_groups_;
   fsdp2::ParamGroups groups_;
-  // Where the host is. Equal at the beginning of all steps.
+  // The position of the host. Equal at the beginning of all steps.
   bool in_forward_ = false;
   int open_forwards_ = 0;
   UnitId backward_unit_ = -1;

@@ -73,7 +73,7 @@ class DTypeChecks {
     return {};
   }
 
-  // What the modules hold while the unit is gathered.
+  // Checks the parameters that the modules hold while the unit is gathered.
   Status CheckComputed() const {
     if (!trains_) return {};
     for (const UnitParameter& parameter : unit_.parameters) {

@@ -99,7 +99,8 @@ class FlatUnits final : public UnitMaker {
     choice.shard_size = hybrid ? partition.shard_size : no_shard ? 1 : ranks;
     choice.replicate_size = ranks / choice.shard_size;
     if (choice.shard_size > 1) unit.shard_communicator = FlatGroup("shard", choice.shard_size, 1, partition);
-    // Of one rank, too: hybrid sharding over one replica, and what is not sharded because there is one rank.
+    // One rank has a communicator, too: in hybrid sharding over one replica, and where nothing is sharded
+    // because there is one rank.
     if (choice.shard_size == 1) {
       // FSDP1 takes the one rank that it would shard over for all that there are.
       unit.replicate_communicator = FlatGroup("replicate", hybrid ? 1 : ranks, 1, partition);

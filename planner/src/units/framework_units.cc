@@ -128,7 +128,7 @@ class Units {
     return found == first_.end() ? nullptr : *found;
   }
 
-  // Of a parameter called weight; -1: none.
+  // The parameter called weight; -1: none.
   static ParameterId Weight(const Module& module) {
     const auto found = std::ranges::find(module.parameters, "weight", &NamedParameter::name);
     return found == module.parameters.end() ? -1 : found->parameter;
@@ -145,8 +145,8 @@ class Units {
         .expected = "a trace of a transformers model by this release; of another model --unit class:NAME"});
   }
 
-  // Of a module that is sharded, what is inside of it cannot be sharded behind it: PyTorch takes the calls,
-  // and its first forward or backward fails.
+  // A module inside of one that is sharded cannot be sharded behind it: PyTorch takes the calls, and its
+  // first forward or backward fails.
   Status CheckNesting(std::string_view framework, const std::vector<UnitRule>& units) const {
     std::vector<std::string> before;
     for (const UnitRule& unit : units) {

@@ -15,7 +15,8 @@ namespace shardplan {
 void LayOutFlat(Unit& unit, bool aligned, DType aligned_dtype, std::int64_t ranks);
 
 // ---- per_parameter units: what an all-gather moves (FSDPParam.all_gather_inputs) ----
-// What one of `ranks` gathers of a parameter: its padded piece, or what its extension makes of that.
+// The tensors of a parameter that one of `ranks` gathers: its padded piece, or what its extension makes of
+// that.
 std::vector<ExtensionBuffer> GatheredTensors(const Unit& unit, const UnitParameter& parameter,
                                              std::int64_t ranks);
 // The all-gather buffer's dtype: uint8 when the gathered tensors of the unit differ in theirs.

@@ -25,7 +25,7 @@ struct ModelIndex {
 // `fqn` is `module` or the name of one of its descendants; "" is the root.
 bool IsUnder(std::string_view fqn, const std::string& module);
 
-// Of a trace that CheckTrace (schemas) lets through, or one made of it.
+// The index of a trace that CheckTrace (schemas) lets through, or of one made of it.
 ModelIndex MakeModelIndex(const Trace& trace);
 
 }  // namespace shardplan

@@ -13,7 +13,7 @@
 
 namespace shardplan {
 
-// What the policies need to know of a unit beside the plan's Unit.
+// Facts of a unit that the policies need beside the plan's Unit.
 struct UnitChoice {
   Unit unit;
   std::vector<ModuleId> modules;           // canonical

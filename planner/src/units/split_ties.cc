@@ -42,7 +42,7 @@ class Splitter {
     ParameterId parameter = -1;
   };
 
-  // What the events of a backward say of its storages.
+  // Facts of a backward's storages in its events.
   struct Storages {
     std::map<StorageId, Bytes> size;
     std::map<StorageId, std::size_t> born, dead;
@@ -197,7 +197,7 @@ class Splitter {
     }
   }
 
-  // Of two tensors of its result's size that the backward has made.
+  // A sum has two tensors of its result's size that the backward has made.
   bool IsSum(const OperatorEvent& op) const {
     if (op.name != "aten.add" && op.name != "aten.add_") return false;
     const auto& size = storages_.size;
@@ -293,9 +293,9 @@ class Splitter {
   Trace result_;
   std::vector<std::vector<UnitId>> owners_;  // by parameter
   std::map<std::pair<ParameterId, UnitId>, ParameterId> copies_;
-  // Of the backward that is looked at: what its events say, the last of a unit's inputs_done, which units'
-  // modules that name a parameter ran before it; positions that go, what comes behind a position, storages
-  // that become gradients, results of the engine's sums.
+  // The backward that is looked at: facts of its events; the last of a unit's inputs_done; units whose
+  // modules that name a parameter ran before it; positions that go; events behind a position; storages that
+  // become gradients; results of the engine's sums.
   Storages storages_;
   std::map<UnitId, std::size_t> inputs_done_;
   std::set<std::pair<ParameterId, UnitId>> ran_;

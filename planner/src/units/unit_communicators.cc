@@ -12,8 +12,8 @@ namespace shardplan {
 
 namespace {
 
-// Where the strategy gives none: the dimensions that the traced parameters lie on, innermost, and the rest of
-// the ranks to shard over.
+// The mesh of a strategy that gives none: the dimensions that the traced parameters lie on, innermost, and
+// the rest of the ranks to shard over.
 std::vector<StrategyMeshDim> DefaultMesh(const Trace& trace, std::int64_t ranks) {
   std::vector<StrategyMeshDim> dims = {{"shard", ranks}};
   for (const Parameter& parameter : trace.parameters) {

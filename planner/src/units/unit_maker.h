@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a layout decides when units are chosen: the mesh, which rules there are, and how a unit is laid out
-// over which ranks. One for each layout; the description of a policy says which.
+// The decisions of a layout when units are chosen: the mesh, the rules, and how a unit is laid out over which
+// ranks. One for each layout; the description of a policy says which.
 #pragma once
 
 #include <memory>
@@ -38,7 +38,7 @@ class UnitMaker {
   virtual Status BeginUnit(const UnitRule* rule, const std::string& pointer, UnitChoice& choice) = 0;
   // Dtypes, layout and communicators of one unit, after that.
   virtual Status FinishUnit(const std::string& pointer, UnitChoice& choice, Partition& partition) = 0;
-  // What the units may not be together.
+  // Refuses units that may not be together.
   virtual Status Check(const Partition&) const { return {}; }
 };
 

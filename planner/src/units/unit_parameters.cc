@@ -205,7 +205,7 @@ class ParameterKnobs {
     return {};
   }
 
-  // What an integer reshard_after_forward does not do in PyTorch.
+  // Refuses uses of an integer reshard_after_forward that PyTorch does not have.
   Status CheckPostForward() const {
     const std::int64_t size = choice_.post_forward_size;
     if (size == 0 || size == choice_.shard_size) return {};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the strategy's fsdp2 knobs say of a unit's parameters: dtypes, shard dimensions, all-gather
-// extensions, placements over the mesh's other dimensions (FSDPParam._init_sharded_param, init_dtype_attrs).
+// The fsdp2 knobs of a unit's parameters: dtypes, shard dimensions, all-gather extensions, placements over
+// the mesh's other dimensions (FSDPParam._init_sharded_param, init_dtype_attrs).
 #pragma once
 
 #include <string>

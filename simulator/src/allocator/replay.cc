@@ -104,9 +104,8 @@ Replayer::Group Replayer::NextGroup() const {
   return group;
 }
 
-// Where the log has no stream, the block's segment decides it; a new segment is taken to be of the first
-// stream on which the model has no cached block for the request either (but see [Note: streams of new
-// segments]).
+// If the log has no stream, the block's segment decides it. A new segment is taken to be of the first stream
+// on which the model has no cached block for the request either (but see [Note: streams of new segments]).
 std::int32_t Replayer::StreamOf(State& state, const LogAction& request) const {
   state.choice.reset();
   if (request.stream >= 0) return request.stream;
@@ -289,7 +288,7 @@ Result<AllocatorReplay> Replayer::Run() {
 }
 
 // [Note: size of the device] How much address space an expandable segment has, and so when a second one
-// begins, depends on the size of the device. Where the log does not say it and the replay departs, it is
+// begins, depends on the size of the device. If the log does not say it and the replay departs, it is
 // searched for by bisection: a departure at which the model began a new address space says that it was taken
 // too small, another too large.
 Result<AllocatorReplay> SearchDeviceSize(const AllocatorLog& log, AllocatorReplay best) {

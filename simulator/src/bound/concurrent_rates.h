@@ -11,7 +11,7 @@
 namespace shardplan::internal {
 
 // Upper bound: progress in a nanosecond in which everything of the set is active, in parts per million of a
-// nanosecond of work alone. Of kernels, and of the collectives of each link.
+// nanosecond of work alone. It is for kernels, and for the collectives of each link.
 struct ConcurrentRates {
   std::int64_t kernels_ppm = 0;
   std::vector<std::int64_t> links_ppm;

@@ -17,8 +17,8 @@ constexpr std::int64_t kFew = 10;
 // [Note: stretches]
 // Choices at a cut are independent where they concern different operators. So the sum over stretches of what
 // the cheapest choice in each costs is a lower bound, as long as each operator is in one of them. Tensors
-// made outside of a stretch are taken to be there when an operator of it runs again. As little as possible is
-// lost that way if a stretch ends where the fewest bytes pass from one operator to those behind it.
+// made outside of a stretch are taken to be there when an operator of it runs again. The least is lost that
+// way if a stretch ends where the fewest bytes pass from one operator to those behind it.
 //
 // An operator whose results no later pass uses runs again for the sake of others alone. So it belongs to the
 // stretch of the first that reads them.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What PyTorch's FSDP2 can be told of a plan: the settings nearest to it, and what they leave out.
+// A plan in the terms of PyTorch's FSDP2: the settings nearest to it, and what they leave out.
 #pragma once
 
 #include <string>
@@ -23,8 +23,8 @@ struct Fsdp2Settings {
   std::vector<LeftOut> left_out;
 };
 
-// `strategy` without what FSDP2 of its release (default: the newest) has no call for. Of another policy's
-// strategy nothing is taken over: see Fsdp2SettingsOf.
+// `strategy` without what FSDP2 of its release (default: the newest) has no call for. Nothing is taken over
+// from another policy's strategy: see Fsdp2SettingsOf.
 Fsdp2Settings WithoutWhatFsdp2Lacks(Strategy strategy);
 
 // A rule for each unit, the root's last.

@@ -37,7 +37,7 @@ struct OptimizeOptions {
   bool may_offload_activations = false;  // of blocks, between forward and backward
   bool may_release_cache = false;  // a request that finds no memory may release the cache: it synchronises
   // Only what FSDP2 has a call for is decided (fsdp2_settings.h), so `shardplan export --fsdp2` leaves
-  // nothing out. Of a strategy of fsdp2.
+  // nothing out. Applies to strategies of fsdp2.
   bool of_pytorch = false;
   // The parts of the strategy that stay as they are: "units", "reshard", "layout", "prefetch", "checkpoint",
   // "accumulation", "reduction".

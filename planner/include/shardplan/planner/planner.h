@@ -39,7 +39,7 @@ struct PlanOptions {
   bool verify = true;
   // Passes that do not run.
   std::vector<std::string> skip;
-  // Of a strategy whose policy is not built in (policy.h); null: there is none. The passes
+  // The policy of a strategy whose policy is not built in (policy.h); null: there is none. The passes
   // build_graph and linearise do not run then.
   const PolicyDescription* policy = nullptr;
   // Called with a pass's name and its wall time when it ends.
@@ -53,9 +53,9 @@ struct PlannerOutput {
 };
 
 // kBadInput: the trace or strategy is inconsistent (a unit rule that matches nothing, a mesh that is not the
-// cluster's ranks, ...), with a pointer into the strategy or trace. Of a policy that is not built in: with
-// its name, that it has failed, thrown or made a plan that does not verify. kUsage: a pass is skipped that
-// others need.
+// cluster's ranks, ...), with a pointer into the strategy or trace. A policy that is not built in is named in
+// the error, which says that it has failed, thrown or made a plan that does not verify. kUsage: a pass is
+// skipped that others need.
 Result<PlannerOutput> MakePlan(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                                const PlanOptions& options = {});
 
@@ -95,8 +95,8 @@ using InstructionDuration = std::function<Nanoseconds(std::int32_t trigger, std:
 std::string ExplainSchedule(const Plan& plan, std::int32_t step,
                             const InstructionDuration& duration_ns = nullptr);
 
-// What frameworks do around FSDP, each as the release named here does it: the units that they make and the
-// operators that they keep. Tests hold both against the installed packages (tools/requirements-alone.txt).
+// Units and kept operators of frameworks around FSDP, each as the release named here has them. Tests hold
+// both against the installed packages (tools/requirements-alone.txt).
 
 inline constexpr std::string_view kTorchtitanVersion = "0.3.0";
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a policy is: a state machine over the points that the host passes (hook_points.h). At each it writes
-// instructions through a ProgramBuilder (program_builder.h), or through UnitOperations,
-// which gather, free and reduce whole units as fully_shard does. docs/guide/write-a-policy.md has an example.
+// A policy is a state machine over the points that the host passes (hook_points.h). At each it writes
+// instructions through a ProgramBuilder (program_builder.h), or through UnitOperations, which gather, free
+// and reduce whole units as fully_shard does. docs/guide/write-a-policy.md has an example.
 //
 // A library has a policy for `shardplan plan --policy-library` if one of its files says
 //
@@ -64,17 +64,17 @@ class Policy {
   // Emits the triggers and instructions of one hook point.
   virtual Status On(const HookPoint& event) = 0;
   // Everything that decides what later steps do: two steps that begin in equal states and have equal hook
-  // points are equal. What only counts or names past steps stays out of it: a training loop repeats, and so
-  // do the states in which its steps begin.
+  // points are equal. State that only counts or names past steps stays out of it: a training loop repeats,
+  // and so do the states in which its steps begin.
   virtual std::unique_ptr<PolicyState> State() const = 0;
   // After the last step: emits what is done on demand, of every unit. All of it on the compute stream.
   virtual Status Procedures() = 0;
-  // What the verifier may rightly find in the plan because PyTorch itself does it. Of policies that are built
-  // in.
+  // Faults that the verifier may rightly find in the plan because PyTorch itself has them. Policies that are
+  // built in have some.
   virtual std::vector<PyTorchFault> Faults() const { return {}; }
 };
 
-// What a policy is made for. All of it outlives the policy.
+// The input that a policy is made for. All of it outlives the policy.
 struct PolicyInput {
   const Trace& trace;
   const ModelIndex& index;
@@ -134,9 +134,9 @@ class PolicyLibrary {
   PolicyDescription description_;  // of code in the library: ends first
 };
 
-// What is done with whole units: gathered, waited for, freed, their gradients reduced. The policy says when;
-// this writes how, with fully_shard's own code: copies in and out, all-gathers and reduce-scatters on streams
-// of their own, mixed precision, replicas (HSDP), accumulation, offloading, the optimizer, procedures.
+// Operations on whole units: gathered, waited for, freed, their gradients reduced. The policy says when; this
+// writes how, with fully_shard's own code: copies in and out, all-gathers and reduce-scatters on streams of
+// their own, mixed precision, replicas (HSDP), accumulation, offloading, the optimizer, procedures.
 //
 //   pre_forward A     Gather(A)  Gather(B)  Await(A)      all_gather A | all_gather B
 //   segment                                               .............| compute A  |
@@ -167,8 +167,8 @@ class UnitOperations {
   // In Policy::SetUp. kBadInput: what torch.optim refuses, a setup call on a module that there is not.
   Status SetUp();
   // First at each point. Begins the point's trigger, and writes what no policy decides: what the model
-  // computes, the optimizer's step, zero_grad, set_requires_gradient_sync and set_requires_all_reduce. What
-  // is issued at a point without a trigger of its own belongs to the trigger before. kBadInput: a call on a
+  // computes, the optimizer's step, zero_grad, set_requires_gradient_sync and set_requires_all_reduce.
+  // Instructions at a point without a trigger of its own belong to the trigger before. kBadInput: a call on a
   // module that there is not.
   Status Begin(const HookPoint& point);
 
@@ -182,8 +182,8 @@ class UnitOperations {
   bool HasGradients(UnitId unit) const;
 
   // Starts to gather the parameters, which waits for the last optimizer step. Nothing if they are gathering
-  // or unsharded. What is gathering when an optimizer steps is awaited first. What is unsharded then stays as
-  // it was before the step (the verifier's remark stale_parameters): free it, and gather again.
+  // or unsharded. A unit that is gathering when an optimizer steps is awaited first. A unit that is unsharded
+  // then stays as it was before the step (the verifier's remark stale_parameters): free it, and gather again.
   void Gather(UnitId unit);
   // The compute stream waits for the gather and copies out: the model may read the parameters. Nothing if
   // they are not gathering.
@@ -208,8 +208,8 @@ class UnitOperations {
 
 }  // namespace shardplan
 
-// What has to be equal in a library and in the program that loads it: the release and the public headers
-// (SHARDPLAN_POLICY_HEADERS, which the package defines), the standard library and its layout.
+// Facts that have to be equal in a library and in the program that loads it: the release and the public
+// headers (SHARDPLAN_POLICY_HEADERS, which the package defines), the standard library and its layout.
 #define SHARDPLAN_POLICY_TEXT_OF(x) #x
 #define SHARDPLAN_POLICY_TEXT(x) SHARDPLAN_POLICY_TEXT_OF(x)
 #define SHARDPLAN_POLICY_STAMP                                   \

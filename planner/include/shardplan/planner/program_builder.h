@@ -3,7 +3,7 @@
 // one for each plan.
 //
 // A call that makes no sense (an id that nobody gave, an instruction before the first trigger) is refused:
-// the first of them ends planning with an error that says it. What such a call returns may be used and means
+// the first of them ends planning with an error that says it. The result of such a call may be used and means
 // nothing.
 #pragma once
 
@@ -24,7 +24,7 @@ namespace shardplan {
 
 struct Partition;  // the planner's own: Plan::units has what a policy needs of it
 
-// Where the model computes: streams[0] of every plan.
+// The stream of the model's compute: streams[0] of every plan.
 inline constexpr StreamId kCompute = 0;
 inline constexpr StreamId kHost = -1;  // on no stream
 
@@ -34,10 +34,11 @@ class ProgramBuilder {
 
   // Steps are the planner's to begin.
   void BeginStep(std::string name);
-  // What follows is issued at this point of the step. `unit` -1: of no unit.
+  // Later instructions are issued at this point of the step. `unit` -1: of no unit.
   void BeginTrigger(TriggerKind kind, UnitId unit, std::int32_t microbatch);
-  // What follows is a procedure, and after it nothing but procedures. Events and buffers that a step may hold
-  // between two of its points, and that are no state of a unit, are others than those of the steps.
+  // Later instructions are a procedure, and after it there are nothing but procedures. Events and buffers
+  // that a step may hold between two of its points, and that are no state of a unit, are others than those of
+  // the steps.
   void BeginProcedure(ProcedureKind kind, UnitId unit);
 
   // Names are interned: the same name is the same stream / event / buffer. A buffer of another shape under a
@@ -84,7 +85,7 @@ class ProgramBuilder {
   // kBadInput: what was refused.
   const Status& status() const { return status_; }
 
-  // What is written so far: units, communicators and what this builder has added.
+  // The plan so far: units, communicators and what this builder has added.
   Plan& plan() { return plan_; }
 
  private:

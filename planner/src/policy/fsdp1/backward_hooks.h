@@ -14,8 +14,8 @@ void PreBackwardHook(const Context& context, FsdpState& state, const HookPoint& 
 void OnUnitBackwardDone(FsdpState& state, const HookPoint& event);
 // The reshard of a frozen unit.
 void PostBackwardReshardOnlyHook(const Context& context, FsdpState& state, const HookPoint& event);
-// What is left in the end: gradients of views that were made in a forward which this backward does not cover,
-// gradients without a hook, and the final callback.
+// The rest in the end: gradients of views that were made in a forward which this backward does not
+// cover, and gradients without a hook. Then the final callback.
 void OnBackwardEnd(const Context& context, FsdpState& state, const HookPoint& event);
 
 }  // namespace shardplan::fsdp1

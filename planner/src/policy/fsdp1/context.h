@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is fixed once the model is wrapped, and where instructions and findings are written. Functions of this
-// policy take it with the state (fsdp_state.h) that they change.
+// Facts that are fixed once the model is wrapped, and the places for instructions and findings. Functions of
+// this policy take it with the state (fsdp_state.h) that they change.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ struct UnshardStreams {
 };
 inline constexpr UnshardStreams kUnshardOnCompute{kCompute, kCompute};  // summon_full_params
 
-// What a FlatParamHandle is constructed with, derived from the unit's knobs.
+// The arguments that a FlatParamHandle is constructed with, derived from the unit's knobs.
 struct FlatParamConfig {
   bool requires_grad = false;          // flat_param.requires_grad: one of the unit's parameters does
   bool sharded = true;                 // uses_sharded_strategy

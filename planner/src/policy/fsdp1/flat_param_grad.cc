@@ -20,8 +20,8 @@ BufferId ViewGrads(const FlatParamHandle& handle) {
                                              {parameters.begin(), parameters.end()});
 }
 
-// What autograd makes for the pieces of the flat parameter that have no gradient: padding, and parameters
-// that this backward does not reach. -1: all have one.
+// Zeros that autograd makes for the pieces of the flat parameter that have no gradient: padding, and
+// parameters that this backward does not reach. -1: all have one.
 BufferId ZerosForGrad(const FlatParamHandle& handle) {
   const DType dtype = GradDType(handle);
   const std::vector<UnitParameter>& parameters = handle.unit().parameters;

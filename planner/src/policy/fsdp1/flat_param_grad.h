@@ -7,11 +7,12 @@
 
 namespace shardplan::fsdp1 {
 
-// Of the gradient that autograd makes.
+// The dtype of the gradient that autograd makes.
 DType GradDType(const FlatParamHandle& handle);
 // That it is reduced in.
 DType ReduceDType(const FlatParamHandle& handle);
-// Of the sharded gradient. NO_SHARD keeps the dtype of the reduction when it is asked to keep low precision.
+// The dtype of the sharded gradient. NO_SHARD keeps the dtype of the reduction when it is asked to keep low
+// precision.
 DType ShardedGradDType(const FlatParamHandle& handle);
 // The communication hook casts, not FSDP1 (_low_precision_hook_enabled).
 bool LowPrecisionHookEnabled(const Context& context);
@@ -19,9 +20,9 @@ bool LowPrecisionHookEnabled(const Context& context);
 // The sharded gradient, in the dtype that it is reduced to.
 BufferId ShardedGrad(const FlatParamHandle& handle);
 
-// What autograd does before the post-backward hook: the gradients of the views become .grad, or are added to
-// it. What was added; -1: nothing was. The engine holds it until the node's hooks have run, then it is the
-// caller's to free (FreeAddedGrad).
+// Autograd's work before the post-backward hook: the gradients of the views become .grad, or are added to it.
+// Returns the buffer that was added; -1: nothing was. The engine holds it until the node's hooks have run,
+// then it is the caller's to free (FreeAddedGrad).
 BufferId AccumulateGrad(FlatParamHandle& handle);
 void FreeAddedGrad(FlatParamHandle& handle, BufferId added);
 // Puts the reduced gradient aside. A shard that was kept in the low precision is added to in the original

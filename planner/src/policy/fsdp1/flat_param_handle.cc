@@ -138,7 +138,7 @@ void FlatParamHandle::UseShardedFlatParam(bool grad_enabled) {
   flat_param.data = flat_param.local_shard;
 }
 
-// What is freed depends on the mode now, not on what was gathered.
+// The mode now decides what is freed, whatever was gathered.
 void FlatParamHandle::FreeUnshardedFlatParam(const UnshardStreams& streams) {
   const std::vector<StreamId> used_on = Context::RecordStream(streams.current, streams.unshard);
   flat_param.full_param_padded.Free(context_->builder, streams.unshard, used_on);

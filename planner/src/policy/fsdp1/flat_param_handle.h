@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One flat parameter: where its data and its gradient are, and how its data is unsharded and resharded
-// (_flat_param.py). What happens to the gradient is in flat_param_grad.h.
+// (_flat_param.py). flat_param_grad.h has the gradient's part.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace shardplan::fsdp1 {
 
-// Of a handle, not of its module.
+// The state of a handle, not of its module.
 enum class HandleTrainingState : std::uint8_t {
   kIdle,
   kForward,
@@ -26,7 +26,7 @@ enum class HandleTrainingState : std::uint8_t {
 // Attributes of FlatParameter, the tensor. The hooks change the gradient's, FlatParamHandle the others.
 struct FlatParameter {
   BufferId local_shard = -1;  // _local_shard
-  // What the tensor's data is: the shard, its copy on the device, or an unsharded buffer. -1: what it was
+  // The tensor's data: the shard, its copy on the device, or an unsharded buffer. -1: the tensor that it was
   // flattened into, of which an offloaded shard is a pinned copy.
   BufferId data = -1;
   // _mp_shard: the shard in the low precision.
@@ -91,8 +91,8 @@ class FlatParamHandle {
 
   // _force_full_precision
   bool ForcesFullPrecision() const;
-  // Whether the unsharded memory is not there. As in PyTorch, asking for that in full precision frees the low
-  // precision's: what is summoned may be changed.
+  // Whether the unsharded memory is not there. Asking for that in full precision frees the low precision's,
+  // which PyTorch does, too: what is summoned may be changed.
   bool NeedsUnshard(const UnshardStreams& streams);
   // Brings an offloaded shard to the device and casts it. The buffer to gather, or for NO_SHARD to use: the
   // local shard if there was nothing to do. An offloaded shard is brought even when nothing is to be
@@ -129,7 +129,7 @@ class FlatParamHandle {
   bool needs_pre_backward_unshard = false;
   // _prefetched: from a prefetch to the next reshard, forward of the root or end of a backward.
   bool prefetched = false;
-  // As long as `prefetched`: the pre-forward in which the prefetch made views.
+  // While `prefetched`: the pre-forward in which the prefetch made views.
   std::optional<UnitCall> prefetched_views;
   // _ran_pre_backward_hook: taken by the post-forward and by the final callback.
   bool ran_pre_backward_hook = false;

@@ -23,7 +23,7 @@ struct FlatStorage {
 
 // A tensor that is made and dropped.
 struct FlatTensor {
-  BufferId buffer = -1;  // -1: there is none. What an earlier one was is no state.
+  BufferId buffer = -1;  // -1: there is none. An earlier buffer is no state.
 
   bool exists() const { return buffer >= 0; }
   void Allocate(ProgramBuilder& builder, BufferId made, StreamId stream);

@@ -3,8 +3,8 @@
 //
 // [Note: record_stream]
 // FSDP1 allocates on side streams and hands memory back by record_stream: the allocator holds a block until
-// the recorded streams have passed. Frees carry those streams in safe_after. What bounds the memory then is
-// this queue: the host waits for the event of an earlier free before it issues an all-gather.
+// the recorded streams have passed. Frees carry those streams in safe_after. This queue bounds the memory
+// then: the host waits for the event of an earlier free before it issues an all-gather.
 #pragma once
 
 #include <deque>

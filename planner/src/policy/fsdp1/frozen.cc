@@ -129,8 +129,8 @@ class ForwardGradients {
     return requires_[tensor] && !pass_.tensors[tensor].requires_grad;
   }
 
-  // A tensor named first as an input was made in the module around, by operators between its modules.
-  // What needs no gradient although the plain module trains is taken for detached.
+  // A tensor named first as an input was made in the module around, by operators between its modules. A
+  // tensor that needs no gradient although the plain module trains is taken for detached.
   void See(TensorId tensor, bool uses_gradients, bool trains) {
     if (first_seen_[tensor] >= 0) return;
     first_seen_[tensor] = at_;
@@ -166,7 +166,7 @@ class ForwardGradients {
       See(tensor, call.uses_gradients, call.trains);
       made_in_[tensor] = call.parent;
     }
-    // What it returns carries gradients on, unless it ran without.
+    // The module's outputs carry gradients on, unless it ran without.
     const bool carries = exit.outputs.empty() ||
                          std::ranges::any_of(exit.outputs, [&](TensorId t) { return RequiresHereAlone(t); });
     open_ = call.parent;

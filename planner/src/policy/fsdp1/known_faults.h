@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What FSDP1 itself does wrong, or does wrong with this program.
+// Faults of FSDP1 itself, or of FSDP1 with this program.
 #pragma once
 
 #include <vector>

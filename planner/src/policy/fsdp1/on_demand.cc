@@ -34,7 +34,7 @@ class HandleEmitter {
   }
 
  private:
-  // As it is before anything has run.
+  // The handle before anything has run.
   FlatParamHandle Fresh() const {
     FlatParamHandle handle(context_, id_);
     handle.flat_param.data = handle.flat_param.local_shard;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done of a flat parameter on demand, beside the steps: the handle as in a step, on the compute
-// stream.
+// Procedures of a flat parameter, beside the steps: the handle as in a step, on the compute stream.
 #pragma once
 
 #include "policy/fsdp1/context.h"

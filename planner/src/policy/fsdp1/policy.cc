@@ -57,7 +57,7 @@ void Fsdp1Policy::InitStreams() {
   if (hybrid) context_.streams.all_reduce = builder.Stream("all_reduce");
 }
 
-// What the runtime itself refuses.
+// Settings that the runtime itself refuses.
 Status Fsdp1Policy::CheckKnobs() const {
   const Fsdp1Knobs& knobs = context_.strategy.fsdp1;
   if (knobs.comm_hook == Fsdp1CommHook::kNone) return {};
@@ -193,8 +193,8 @@ Status Fsdp1Policy::UserCall(const HookPoint& event) {
 
 std::unique_ptr<PolicyState> Fsdp1Policy::State() const {
   Value value{state_, optimizer_.state()};
-  // A gradient that nothing zeroes grows with every step: what it is made of decides nothing. Of one that is
-  // zeroed but still there the verifier asks that it is the same in every step.
+  // A gradient that nothing zeroes grows with every step: what it is made of decides nothing. A gradient that
+  // is zeroed but still there has to be the same in every step: the verifier asks it.
   if (!state_.grads_zeroed) {
     for (std::optional<FlatParamHandle>& handle : value.fsdp.handles) {
       if (handle) handle->flat_param.contributions.clear();

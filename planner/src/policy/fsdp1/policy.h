@@ -30,7 +30,7 @@ class Fsdp1Policy : public Policy {
   void ZeroGrad(const HookPoint& event);
   Status UserCall(const HookPoint& event);
 
-  // What later steps depend on.
+  // State that later steps depend on.
   struct Value {
     FsdpState fsdp;
     OptimizerMemory::State optimizer;

@@ -6,11 +6,11 @@
 // that gathers the views' gradients into the flat gradient, and with it the hook, runs when everything made
 // after the views has run backward (backward_times.h): normally the unit's own operators; for a unit with
 // units inside, theirs too. A unit that was prefetched in the forward had its views made in the *previous*
-// unit's pre-forward, so its hook waits for that unit's backward, too. Of a unit that is used several times,
-// in one or in several forwards, the first use counts that the backward reaches. But the hook is registered
+// unit's pre-forward, so its hook waits for that unit's backward, too. A unit that is used several times, in
+// one or in several forwards, counts with the first use that the backward reaches. But the hook is registered
 // once, until a backward is over: where each unshard changes the dtype of the flat parameter, and with it the
-// accumulator of its gradient, only the gradient of the first views has it. What arrives elsewhere, and what
-// a second backward brings, is added to the flat gradient and stays there.
+// accumulator of its gradient, only the gradient of the first views has it. Gradients that arrive elsewhere,
+// and those of a second backward, are added to the flat gradient and stay there.
 #pragma once
 
 #include <compare>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the hooks have in common (_runtime_utils.py). The hooks are in forward_hooks.h and backward_hooks.h.
+// Functions that the hooks share (_runtime_utils.py). The hooks are in forward_hooks.h and backward_hooks.h.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@
 
 namespace shardplan::fsdp2 {
 
-// What lives between an unshard and its wait. On one rank nothing is gathered: all is -1.
+// Buffers and events that live between an unshard and its wait. On one rank nothing is gathered: all is -1.
 struct AllGatherResult {
   BufferId output = -1;
   EventId event = -1;

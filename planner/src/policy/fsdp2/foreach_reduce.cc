@@ -67,7 +67,7 @@ class Reduction {
   ForeachReduceResult result_;
 };
 
-// What waits for the all-reduce is one buffer: it has to be of the same parameters every time.
+// The gradients that wait for the all-reduce are one buffer: it has to be of the same parameters every time.
 Status Reduction::CheckPartial() const {
   const BufferId partial = arguments_.partial_reduce_output;
   if (scope_.rules().partial_sums_get_zeros || partial < 0 ||
@@ -80,7 +80,7 @@ Status Reduction::CheckPartial() const {
       scope_.Name());
 }
 
-// Of what the first collective makes.
+// The role of the first collective's output.
 BufferRole Reduction::FirstRole(bool is_kept) const {
   if (InTwoLevels()) return is_kept ? BufferRole::kInnerReduceAccumulated : BufferRole::kInnerReduceOutput;
   return is_kept ? BufferRole::kPartialReduceOutput : BufferRole::kReduceScatterOutput;
@@ -194,7 +194,7 @@ StreamId Reduction::AllReduce(BufferId output) {
   return stream;
 }
 
-// set_all_reduce_hook: after the reduce-scatter, with HSDP after its all-reduce. What follows stays on the
+// set_all_reduce_hook: after the reduce-scatter, with HSDP after its all-reduce. Later work stays on the
 // hook's stream.
 StreamId Reduction::RunHook(BufferId output, StreamId stream) {
   const std::optional<AllReduceHook>& hook = scope_.choice().all_reduce_hook;
@@ -271,7 +271,7 @@ ForeachReduceResult Reduction::RunPartial() {
   return result_;
 }
 
-// What is reduced over all shards: over the replicas, and to who wants it.
+// Hands over gradients that are reduced over all shards: over the replicas, and to who wants them.
 void Reduction::HandOver(BufferId output) {
   const StreamId stream = RunHook(output, AllReduce(output));
   DivIfNeeded(factors_.post, output, stream, program_);

@@ -26,7 +26,7 @@ struct AllReduceState {
   bool operator==(const AllReduceState&) const = default;
 };
 
-// What a call of foreach_reduce works with.
+// The arguments of a call of foreach_reduce.
 struct ForeachReduceArguments {
   const UnitScope& scope;
   const ParamGroupSettings& settings;

@@ -86,7 +86,7 @@ class FsdpCommContext {
   // frees it.
   std::optional<AllGatherState> TakeAllGather();
   void Free(const AllGatherState& taken);
-  // Where the memory of all-gather outputs comes from and returns to.
+  // The stream whose pool has the memory of all-gather outputs.
   StreamId all_gather_memory_stream() const;
   bool KeepsFirstOutputOf(UnitId unit) const;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a user calls of a module that fully_shard was called on: the setters, unshard, reshard (FSDPModule in
+// Calls of the user on a module that fully_shard was called on: the setters, unshard, reshard (FSDPModule in
 // _fully_shard.py), and the hooks of its state dict.
 #pragma once
 

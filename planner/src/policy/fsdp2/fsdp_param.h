@@ -26,7 +26,7 @@ class FsdpParams {
     std::int64_t post_forward_ranks = 0;
     bool operator==(const State&) const = default;
   };
-  // The tensors of an all-gather on this rank, in order. Those made for it die when it has been issued.
+  // The tensors of an all-gather on this rank, in order. Tensors made for it die when it has been issued.
   struct AllGatherInputs {
     std::vector<BufferId> sources;
     std::vector<BufferId> temporaries;
@@ -48,7 +48,7 @@ class FsdpParams {
   void CopyOut(BufferId all_gather_output) const;
   // The same on one rank, where nothing is gathered.
   void CopyOutOfShards() const;
-  // What a post-all-gather extension allocates.
+  // Allocates the tensors of a post-all-gather extension.
   void InitUnshardedParams() const;
 
   void ToSharded();
@@ -73,8 +73,8 @@ class FsdpParams {
   const UnitScope& scope_;
   BufferId sharded_ = -1;
   BufferId unsharded_ = -1;
-  // Of parameters with an extension: their further gathered tensors, and what post-all-gather allocates. -1:
-  // there is none.
+  // Buffers of parameters with an extension: their further gathered tensors, and what post-all-gather
+  // allocates. -1: there is none.
   BufferId extension_gathered_ = -1;
   BufferId extension_unsharded_ = -1;
   BufferId chunks_ = -1;  // where CopyOut puts pieces of another dimension than the first; -1: there are none

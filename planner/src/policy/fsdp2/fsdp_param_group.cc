@@ -160,7 +160,7 @@ Status FsdpParamGroup::BackwardPrefetch() {
   return order[target]->PrefetchUnshard(scope_, comm_ctx(), TrainingState::kPreBackward, "prefetch_backward");
 }
 
-// Of several groups of a module the second one prefetches: all groups of the modules before.
+// The second of several groups of a module prefetches all groups of the modules before.
 Status FsdpParamGroup::PrefetchAllGroupsBefore(std::int32_t last) {
   if (scope_.unit().parameter_group != 1) return {};
   const auto modules_of = [&](std::int32_t i) -> const std::vector<ModuleId>& {
@@ -215,7 +215,8 @@ Status FsdpParamGroup::CheckUnreduced() const {
                         scope_.Name());
 }
 
-// Where the user asks for it, and where a sum over the shards waits for what is all-reduced now.
+// Parameters for which the user asks for zeros, or whose sum over the shards waits for what is all-reduced
+// now.
 std::set<std::int32_t> FsdpParamGroup::ParametersWithZeros() const {
   if (!params_.has_unsharded_params() || !scope_.rules().partial_sums_get_zeros) return {};
   std::set<std::int32_t> parameters;

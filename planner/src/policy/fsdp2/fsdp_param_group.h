@@ -101,7 +101,7 @@ class FsdpParamGroup {
   void ResetIterState();
   // finalize_backward of the user's, of this group.
   Status FinalizeByUser();
-  // What an earlier PostBackward has reduced over the shards only: over the replicas, and handed over.
+  // Reduces over the replicas, and hands over, what an earlier PostBackward has reduced over the shards only.
   void ReducePartial(BufferId partial);
   // FSDPParamGroup._prefetch_unshard, of this group, in a hook of the unit `by`, which communicates on
   // `comm_ctx_of_by` and is in `pass`.
@@ -121,7 +121,7 @@ class FsdpParamGroup {
   bool is_gathering() const { return state_.all_gather_result.has_value(); }
   // Parameters that the next unshard or copy-out takes in place of the shards.
   bool holds_copies_of_shards() const { return is_gathering() || params_.is_sharded_post_forward(); }
-  // Of the gather that nothing has waited for; -1: there is none, or it is that of a single rank.
+  // The event of the gather that nothing has waited for; -1: there is none, or it is that of a single rank.
   EventId all_gather_event() const { return is_gathering() ? state_.all_gather_result->event : -1; }
   // Gradients, or a sum of them over the shards, that wait for a reduction.
   bool has_unreduced_grads() const {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the FSDPStates of one root share (FSDPStateContext in _fsdp_state.py).
+// State that the FSDPStates of one root share (FSDPStateContext in _fsdp_state.py).
 #pragma once
 
 #include <vector>

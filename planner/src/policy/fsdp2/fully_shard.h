@@ -10,10 +10,10 @@
 
 namespace shardplan::fsdp2 {
 
-// What the strategy says of the unit's group before any setter is called.
+// The settings of the unit's group by the strategy, before any setter is called.
 ParamGroupSettings SettingsOf(const UnitChoice& choice, const Fsdp2Knobs& knobs);
 
-// Adds a state for every unit to `model`. What is passed by reference has to live as long as they do.
+// Adds a state for every unit to `model`. Arguments passed by reference have to live as long as they do.
 void FullyShard(const PolicyInput& input, ProgramBuilder& program, OptimizerMemory& optimizer,
                 FaultList& faults, ModuleStates& model);
 

@@ -41,9 +41,9 @@ class ModuleStates {
   Result<FsdpState*> OfModule(const std::string& fqn) const;
   // States of the modules under `root`, in the order of named_modules; one of two modules is there twice.
   std::vector<FsdpState*> StatesUnder(ModuleId root) const;
-  // Those that a setter called on `module` with recurse reaches, each once.
+  // The states that a setter called on `module` with recurse reaches, each once.
   std::vector<FsdpState*> StatesUnder(const std::string& module) const;
-  // Those that manage the parameters of a module under `module`, module by module.
+  // The states that manage the parameters of a module under `module`, module by module.
   std::vector<FsdpState*> ManagersUnder(const std::string& module) const;
   std::size_t CountRoots() const;
 

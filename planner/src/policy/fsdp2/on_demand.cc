@@ -18,7 +18,7 @@ class Emitter {
   Emitter(const UnitScope& scope, ParamGroupSettings settings, OptimizerMemory* optimizer_in_backward,
           FaultList& faults)
       : scope_(scope), settings_(settings), optimizer_(optimizer_in_backward), faults_(faults) {
-    // Of what a caller may have switched off: it asks for the opposite.
+    // Everything that a caller may have switched off is on: it asks for the opposite.
     settings_.reduce_grads = settings_.all_reduce_grads = settings_.unshard_in_backward = true;
     settings_.reshard_after_backward = settings_.part_after_backward = settings_.unshard_async_op = false;
     for (std::size_t p = 0; p < scope.unit().parameters.size(); ++p) {
@@ -91,7 +91,7 @@ class Emitter {
     fresh.group.unsharded_grads().ToAccumulatedIfNeeded();
   }
 
-  // Of the buffer that the steps leave, if they do.
+  // Reduces the buffer that the steps leave, if they do.
   void ReducePartial() {
     const std::vector<Buffer>& buffers = scope_.program().plan().buffers;
     const auto found = std::ranges::find_if(buffers, [&](const Buffer& buffer) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done of a unit on demand, beside the steps: the same classes as in a step, on the compute stream.
+// Procedures of a unit, beside the steps: the same classes as in a step, on the compute stream.
 #pragma once
 
 #include "policy/fault_list.h"

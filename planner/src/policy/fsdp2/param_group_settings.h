@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a user sets of a parameter group: attributes of FSDPParamGroup (_fsdp_param_group.py) that the setters
-// of FSDPModule (fsdp_module.h) change, before the first step or in a step.
+// Settings of a parameter group by the user: attributes of FSDPParamGroup (_fsdp_param_group.py) that the
+// setters of FSDPModule (fsdp_module.h) change, before the first step or in a step.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct ParamGroupSettings {
   bool reduce_grads = true;
   bool all_reduce_grads = true;
   bool reshard_after_backward = true;  // set_reshard_after_backward
-  // Of what is not resharded after the backward, and has a smaller mesh: it goes there (the knob).
+  // Parameters that are not resharded after the backward, and have a smaller mesh, go there (the knob).
   bool part_after_backward = false;
   bool unshard_in_backward = true;  // set_unshard_in_backward
   bool unshard_async_op = false;    // _set_unshard_async_op, or the knob

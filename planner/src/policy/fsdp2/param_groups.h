@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done with the parameter groups of all units at a point, whatever the hooks decide.
+// Work on the parameter groups of all units at a point, whatever the hooks decide.
 #pragma once
 
 #include <vector>
@@ -26,7 +26,7 @@ void Compute(const PolicyInput& input, const HookPoint& event, UnitId backward_u
 void StepOptimizer(const ParamGroups& groups, OptimizerMemory& optimizer);
 void ZeroGrad(const HookPoint& event, const ParamGroups& groups, ProgramBuilder& program);
 
-// What is done on demand. kBadInput: where PyTorch fails.
+// Emits the procedures. kBadInput: where PyTorch fails.
 Status EmitProcedures(const ParamGroups& groups, OptimizerMemory* optimizer_in_backward, FaultList& faults);
 
 }  // namespace shardplan::fsdp2

@@ -32,7 +32,7 @@ Status Fsdp2Policy::SetUp() {
   if (!program.empty() && std::ranges::none_of(program.back(), zeroes)) {
     faults_.Add(PyTorchFault::kFsdp2GradientsGrow);
   }
-  // Where the model's root is the first to be called, its first forward is like every other.
+  // If the model's root is the first to be called, its first forward is like every other.
   const UnitId first = FirstCalled();
   return first >= 0 && input_.partition.units[first].is_root ? model_[first].LazyInit(model_) : Status{};
 }

@@ -23,8 +23,8 @@ struct Fsdp2PolicyState {
   std::vector<FsdpState::Snapshot> units;
   // Queued in the autograd engine: by FsdpState::PreBackward, until the end of the backward.
   std::vector<FsdpState*> final_callbacks;
-  // Of the last pre-backward, until the end of the backward. -1: none. The backward of a trace without
-  // operators reads its parameters.
+  // The unit of the last pre-backward, until the end of the backward. -1: none. The backward of a trace
+  // without operators reads its parameters.
   UnitId backward_unit = -1;
   OptimizerMemory::State optimizer;
   bool operator==(const Fsdp2PolicyState&) const = default;

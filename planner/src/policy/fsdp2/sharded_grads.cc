@@ -55,7 +55,7 @@ void ShardedGrads::SetGrads(const std::vector<std::int32_t>& parameters, BufferI
   for (const std::int32_t p : parameters) state_.grads[p] = grad;
 }
 
-// What was reduced, in the run's dtype: `reduced` itself, or a new buffer that the caller frees.
+// The reduced gradients in the run's dtype: `reduced` itself, or a new buffer that the caller frees.
 BufferId ShardedGrads::Cast(BufferId reduced, StreamId stream, const Run& run) const {
   if (!run.copies) return reduced;
   const BufferId cast = scope_.Buffer(BufferRole::kReduceScatterOutput, run.dtype, Parts(run, run.parameters),

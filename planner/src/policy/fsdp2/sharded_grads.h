@@ -44,7 +44,8 @@ class ShardedGrads {
   const State& state() const { return state_; }
 
  private:
-  // Of some parameters: those whose .grad is there already, by the buffer that it is in, and those without.
+  // The destinations of some parameters: those whose .grad is there already, by the buffer that it is in, and
+  // those without.
   struct Destinations {
     std::map<BufferId, std::vector<std::int32_t>> added;
     std::vector<std::int32_t> fresh;

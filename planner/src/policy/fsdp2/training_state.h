@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a state or a parameter group is doing (TrainingState in _fsdp_common.py).
+// The activity of a state or a parameter group (TrainingState in _fsdp_common.py).
 #pragma once
 
 #include <cstdint>

@@ -27,7 +27,7 @@ class UnitScope {
   const PyTorchRules& rules() const { return rules_; }
 
   std::string Name() const;
-  // Of the parameter groups of its modules.
+  // The last of the parameter groups of its modules.
   bool IsLastGroup() const { return unit().parameter_group + 1 == choice().groups; }
   std::int64_t shard_ranks() const { return choice().shard_size; }
   bool offloads() const { return choice().cpu_offload; }

@@ -111,8 +111,8 @@ void UnshardedGrads::Discard() {
   for (const std::int32_t p : dropped.grads) scope_.program().Free(GradBuffer({p}, false), kCompute);
 }
 
-// FSDPParam.unsharded_zero_grad_data. What is cut along another dimension than the first has a buffer of its
-// own, as in TakeBuffers.
+// FSDPParam.unsharded_zero_grad_data. Parameters that are cut along another dimension than the first have a
+// buffer of their own, as in TakeBuffers.
 std::vector<BufferId> UnshardedGrads::MakeZeros(const std::set<std::int32_t>& parameters,
                                                 bool accumulated) const {
   const Unit& unit = scope_.unit();

@@ -46,9 +46,9 @@ std::int64_t RanksSpanned(const Communicator& communicator);
 std::vector<GroupPlacement> PlaceGroups(const Cluster& cluster, const Communicator& communicator,
                                         std::int64_t world_size);
 
-// Where a group of `ranks` lies of which a table or a row of measurements says no more than that: ranks fill
-// one node after the other, `concurrent_groups` groups (as many of them as there is room for) share a node.
-// `nodes` above 0: the group spans so many, its ranks even among them.
+// The placement of a group of `ranks` of which a table or a row of measurements says no more than that: ranks
+// fill one node after the other, `concurrent_groups` groups (as many of them as there is room for) share a
+// node. `nodes` above 0: the group spans so many, its ranks evenly among them.
 GroupPlacement PlaceTable(const Cluster& cluster, std::int64_t ranks, std::int64_t nodes,
                           std::int64_t concurrent_groups);
 // The link whose tables answer for such a group, an index into Cluster::links.
