@@ -16,7 +16,7 @@ std::unexpected<Error> SizeError(BufferId buffer, std::int32_t part, std::string
                         fmt::format("{} bytes", found), fmt::format("{} bytes", expected));
 }
 
-// Of what is gathered of a parameter; of the first tensor where an extension makes several.
+// The dtype that a parameter is gathered in; the first tensor's where an extension makes several.
 DType GatheredDType(const Unit& unit, const UnitParameter& parameter) {
   return parameter.gathered.empty() ? ComputeDType(unit, parameter) : parameter.gathered.front().dtype;
 }
@@ -229,7 +229,8 @@ void CopyResolver::AddMovement(const Instruction& instruction, const Place& src,
                                   dst.dtype});
   };
   if (a == Arrangement::kGathered && b == Arrangement::kWhole) {
-    // What was cut from the whole again for the smaller mesh is a plain piece of it, whatever the dimension.
+    // A shard that was cut from the whole again for the smaller mesh is a plain piece of it, whatever the
+    // dimension.
     const bool by_rows = parameter.shard_dim == 0 || slots != ShardCount(plan_, plan_.units[from.unit]);
     Gather(parameter, src, dst, slots, SizeBytes(from).value / slots, by_rows, movement);
   } else if (a == Arrangement::kWhole && b == Arrangement::kGathered) {

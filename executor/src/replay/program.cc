@@ -309,7 +309,8 @@ class Builder {
     return Simple(op, code, copy_ids_[key] = AddCopy(std::move(*copy)));
   }
 
-  // Of buffers that hold no parameters (checks of the execution order): what both have room for.
+  // Copies between buffers that hold no parameters (checks of the execution order): as much as both have room
+  // for.
   Result<Op> PlainCopy(Op op, OpCode code, const Instruction& i) {
     const Buffer& from = plan_.buffers[i.src];
     const Buffer& to = plan_.buffers[i.dst];
