@@ -97,9 +97,9 @@ std::vector<Choice> AllChoices(std::int32_t modules) {
   return all;
 }
 
-// All choices of a loop with micro-batches on two nodes: whatever is kept, whole or in part, after the
-// forward or over the micro-batches, and whatever waits for the last one, whole or half reduced, of units of
-// one module and of two.
+// All choices of a loop with micro-batches on two nodes, of units of one module and of two. Parameters are
+// kept whole or in part, after the forward or over the micro-batches. Gradients wait for the last one, whole
+// or half reduced.
 std::vector<Choice> AllWaiting(const optimize::Job& job) {
   std::set<Choice> all;
   using enum optimize::Accumulation;

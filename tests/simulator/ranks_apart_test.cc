@@ -66,7 +66,7 @@ TEST(RanksApart, TheSlowRankSetsThePace) {
   EXPECT_EQ(apart.ranks[0].end_ns, apart.ranks[1].end_ns);  // the last collective ends for both
 }
 
-// In groups of two, only the slow rank's waits for it until the all_reduce joins them: with one layer the
+// In groups of two, only the slow rank's waits for it until the all_reduce joins them. With one layer the
 // gather ends at 10, the others' backward at 85, the slow one's at 160; scatter 10, all_reduce 7.
 TEST(RanksApart, GroupsWaitForTheirOwnSlowRankFirst) {
   const Plan plan = LayeredPlan({.layers = 1, .all_reduce_ns = 7 * kMillisecond});
