@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions, requirements and the page of the wheels: the provider of dynamic metadata of pyproject.toml and executor/pyproject.toml.
+"""Versions, requirements and the page of the wheels: the provider of dynamic metadata of pyproject.toml and
+executor/pyproject.toml.
 
     shardplan 0.3.0                    of = "core": for any Python, without torch
-    shardplan-torch 0.3.0+torch2.15    of = "adapter": requires shardplan==0.3.0 and torch==2.15.*, which its module is built with
+    shardplan-torch 0.3.0+torch2.15    of = "adapter": requires shardplan==0.3.0 and its module's torch==2.15.*
     shardplan-torch 0.3.0              of an interpreter without torch (an sdist): requires the supported range
 """
 
@@ -16,16 +17,18 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # A block of code, a piece of code, or a link: what is code stays as it is.
-_CODE_OR_LINK = re.compile(r"```.*?```|`[^`\n]*`|(?P<picture>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)", re.DOTALL)
+_CODE_OR_LINK = re.compile(
+    r"```.*?```|`[^`\n]*`|(?P<picture>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)", re.DOTALL
+)
 
 
 def project_version(text: str) -> str:
-    """Of CMakeLists.txt, its one place."""
+    """The version in CMakeLists.txt, its one place."""
     return re.search(r"^project\(shardplan VERSION ([0-9.]+)", text, re.MULTILINE)[1]
 
 
 def repository(citation: str) -> str | None:
-    """Of CITATION.cff, its one place: the address of the sources, or None while it names none."""
+    """The address of the sources in CITATION.cff, its one place; None while it names none."""
     found = re.search(r"^repository-code: *[\"']?(https://[^\s\"']+)", citation, re.MULTILINE)
     return found[1].rstrip("/") if found else None
 
@@ -40,8 +43,8 @@ def relative_links(page: str) -> list[str]:
 
 
 def index_page(readme: str, address: str | None, version: str) -> str:
-    """README.md as a package index shows it, where no file is beside it: links into the tree lead to the version's tag at `address`. Without an address they
-    are text, and pictures of the tree are left out."""
+    """README.md as a package index shows it, where no file is beside it: links into the tree lead to the version's tag
+    at `address`. Without an address they are text, and pictures of the tree are left out."""
 
     def absolute(found: re.Match) -> str:
         target, text = found["target"], found["text"]
@@ -71,7 +74,8 @@ def _is_within(release: str, bounds: list[str]) -> bool:
 
 
 def adapter(version: str, release: str | None, bounds: list[str], others: list[str]) -> dict[str, Any]:
-    """bounds: the supported releases of torch, as [">=LOWEST", "<ABOVE"]. RuntimeError where `release` is none of them."""
+    """bounds: the supported releases of torch, as [">=LOWEST", "<ABOVE"]. RuntimeError where `release` is none of
+    them."""
     own = f"shardplan=={version}"
     if release is None:
         return {"version": version, "dependencies": [own, f"torch{','.join(bounds)}", *others]}

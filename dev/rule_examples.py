@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reference/rules.md: for each rule of the verifier a plan of examples/three_layers that breaks it, the lines that mend it, and what `shardplan validate` says.
+"""docs/reference/rules.md: for each rule of the verifier a plan of examples/three_layers that breaks it, the lines that
+mend it, and what `shardplan validate` says.
 
-    .venv/bin/python dev/rule_examples.py [--check]      --check: writes nothing; exit code 1 where the page is another one
+    .venv/bin/python dev/rule_examples.py [--check]      --check: exit code 1 where the page differs; writes nothing
 """
 
 from __future__ import annotations
@@ -34,40 +35,140 @@ class Example:
 
 
 EXAMPLES = (
-    Example("reference", "A copy writes into a buffer of another role.", "copy_out layers.0.all_gather_output -> layers.0.param_unsharded", "replace", "copy_out layers.0.all_gather_output -> layers.0.grad_unsharded"),
-    Example("use_before_unshard", "The modules are not bound to the gathered parameters.", "bind_unsharded layers.1.param_unsharded", "remove"),
-    Example("read_before_write", "The compute stream does not wait for the all_gather.", "wait layers.1.all_gather on compute", "remove"),
-    Example("use_unallocated", "A buffer is allocated behind its first use.", "copy_out layers.0.all_gather_output -> layers.0.param_unsharded", "move", "allocate layers.0.param_unsharded"),
-    Example("use_after_free", "Parameters are freed before the layer computes.", "free layers.0.param_unsharded on compute", "move", 'compute "forward layers.0"'),
+    Example(
+        "reference",
+        "A copy writes into a buffer of another role.",
+        "copy_out layers.0.all_gather_output -> layers.0.param_unsharded",
+        "replace",
+        "copy_out layers.0.all_gather_output -> layers.0.grad_unsharded",
+    ),
+    Example(
+        "use_before_unshard",
+        "The modules are not bound to the gathered parameters.",
+        "bind_unsharded layers.1.param_unsharded",
+        "remove",
+    ),
+    Example(
+        "read_before_write",
+        "The compute stream does not wait for the all_gather.",
+        "wait layers.1.all_gather on compute",
+        "remove",
+    ),
+    Example(
+        "use_unallocated",
+        "A buffer is allocated behind its first use.",
+        "copy_out layers.0.all_gather_output -> layers.0.param_unsharded",
+        "move",
+        "allocate layers.0.param_unsharded",
+    ),
+    Example(
+        "use_after_free",
+        "Parameters are freed before the layer computes.",
+        "free layers.0.param_unsharded on compute",
+        "move",
+        'compute "forward layers.0"',
+    ),
     Example("double_free", "A buffer is freed twice.", "free optimizer.temp", "repeat"),
     Example("double_allocate", "A buffer is allocated twice.", "allocate optimizer.temp", "repeat"),
-    Example("free_before_last_use", "The stream that frees does not wait for the one that reads.", "wait layers.0.copy_out on all_gather_copy_in", "remove"),
+    Example(
+        "free_before_last_use",
+        "The stream that frees does not wait for the one that reads.",
+        "wait layers.0.copy_out on all_gather_copy_in",
+        "remove",
+    ),
     Example("leak", "Nobody frees a buffer.", "free optimizer.temp", "remove"),
-    Example("write_race", "The gather for the backward begins before the forward is done with the buffer's memory.", "copy_in layers.2.param_sharded -> layers.2.all_gather_output", "move", "wait layers.2.all_gather on compute"),
-    Example("grad_not_reduced", "The gradient is freed before it is copied to where it is reduced.", "grad_copy_in layers.0.grad_unsharded -> layers.0.reduce_scatter_input", "move-behind", "free layers.0.grad_unsharded"),
-    Example("grad_division", "A sum where the strategy asks for an average.", "layers.0.reduce_scatter_output op=average", "replace", "layers.0.reduce_scatter_output op=sum"),
-    Example("wait_before_record", "Nothing records the event that a stream waits for.", "record layers.0.post_reduce on reduce_scatter", "remove", everywhere=True),
-    Example("deadlock", "Rank 1 issues two gathers of a stream in the other order, and each is on a communicator of its own.", "-> layers.1.all_gather_output on all_gather via post_forward", "move", "-> layers.2.all_gather_output on all_gather via shard", flags=("--ranks", "4", "--reshard-after-forward", "2"), rank=True),
-    Example("collective_order", "Rank 1 reduces before it gathers, rank 0 the other way round, on one communicator.", "reduce_scatter layers.2.reduce_scatter_input ->", "move", "-> layers.1.all_gather_output on all_gather via shard", flags=("--ranks", "2"), rank=True),
-    Example("steady_state", "The step ends without a shard that it began with.", "free optimizer.temp on compute", "replace", "free layers.0.param_sharded on compute"),
-    Example("layout", "A buffer is half as large as the shard of its unit.", '"layers.0.reduce_scatter_output", "role": "reduce_scatter_output", "unit": "layers.0", "dtype": "bfloat16", "parts_bytes": [4194304]', "replace", '"layers.0.reduce_scatter_output", "role": "reduce_scatter_output", "unit": "layers.0", "dtype": "bfloat16", "parts_bytes": [2097152]'),
-    Example("wrong_value", "Pieces of the smaller mesh are gathered over all ranks.", "-> layers.1.all_gather_output on all_gather via post_forward", "replace", "-> layers.1.all_gather_output on all_gather via shard", flags=("--reshard-after-forward", "4")),
+    Example(
+        "write_race",
+        "The gather for the backward begins before the forward is done with the buffer's memory.",
+        "copy_in layers.2.param_sharded -> layers.2.all_gather_output",
+        "move",
+        "wait layers.2.all_gather on compute",
+    ),
+    Example(
+        "grad_not_reduced",
+        "The gradient is freed before it is copied to where it is reduced.",
+        "grad_copy_in layers.0.grad_unsharded -> layers.0.reduce_scatter_input",
+        "move-behind",
+        "free layers.0.grad_unsharded",
+    ),
+    Example(
+        "grad_division",
+        "A sum where the strategy asks for an average.",
+        "layers.0.reduce_scatter_output op=average",
+        "replace",
+        "layers.0.reduce_scatter_output op=sum",
+    ),
+    Example(
+        "wait_before_record",
+        "Nothing records the event that a stream waits for.",
+        "record layers.0.post_reduce on reduce_scatter",
+        "remove",
+        everywhere=True,
+    ),
+    Example(
+        "deadlock",
+        "Rank 1 issues two gathers of a stream in the other order, and each is on a communicator of its own.",
+        "-> layers.1.all_gather_output on all_gather via post_forward", "move",
+        "-> layers.2.all_gather_output on all_gather via shard", flags=("--ranks", "4", "--reshard-after-forward", "2"),
+        rank=True,
+    ),
+    Example(
+        "collective_order", "Rank 1 reduces before it gathers, rank 0 the other way round, on one communicator.",
+        "reduce_scatter layers.2.reduce_scatter_input ->", "move",
+        "-> layers.1.all_gather_output on all_gather via shard", flags=("--ranks", "2"), rank=True,
+    ),
+    Example(
+        "steady_state",
+        "The step ends without a shard that it began with.",
+        "free optimizer.temp on compute",
+        "replace",
+        "free layers.0.param_sharded on compute",
+    ),
+    Example(
+        "layout",
+        "A buffer is half as large as the shard of its unit.",
+        '"layers.0.reduce_scatter_output", "role": "reduce_scatter_output", "unit": "layers.0", "dtype": "bfloat16", '
+        '"parts_bytes": [4194304]',
+        "replace",
+        '"layers.0.reduce_scatter_output", "role": "reduce_scatter_output", "unit": "layers.0", "dtype": "bfloat16", '
+        '"parts_bytes": [2097152]',
+    ),
+    Example(
+        "wrong_value", "Pieces of the smaller mesh are gathered over all ranks.",
+        "-> layers.1.all_gather_output on all_gather via post_forward", "replace",
+        "-> layers.1.all_gather_output on all_gather via shard", flags=("--reshard-after-forward", "4"),
+    ),
     Example("compute_order", "A backward runs twice.", 'compute "backward layers.0"', "repeat"),
-    Example("optimizer_step", "The optimizer steps before its temporaries are there.", "optimizer_step on compute", "move", "allocate optimizer.temp"),
-    Example("tables", "The mesh has other ranks than the world.", '"mesh": [{"name": "shard", "size": 8}]', "replace", '"mesh": [{"name": "shard", "size": 4}]'),
+    Example(
+        "optimizer_step",
+        "The optimizer steps before its temporaries are there.",
+        "optimizer_step on compute",
+        "move",
+        "allocate optimizer.temp",
+    ),
+    Example(
+        "tables",
+        "The mesh has other ranks than the world.",
+        '"mesh": [{"name": "shard", "size": 8}]',
+        "replace",
+        '"mesh": [{"name": "shard", "size": 4}]',
+    ),
 )
 
 
 def shardplan(*arguments: object) -> str:
-    """What it prints."""
+    """The output of the command."""
     done = subprocess.run([PROGRAM, *map(str, arguments)], capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
-        sys.exit(f"rule_examples: shardplan {' '.join(map(str, arguments))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        sys.exit(
+            f"rule_examples: shardplan {' '.join(map(str, arguments))}: exit code "
+            f"{done.returncode}\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 
 def places(example: Example, lines: list[str]) -> list[int]:
-    """Of the changed line, the last first: a change moves those behind it."""
+    """Places of the changed line, the last first: a change moves those behind it."""
     steady = next(i for i, line in enumerate(lines) if line.startswith("step steady"))
     found = [i for i, line in enumerate(lines) if example.line in line]
     late = [i for i in found if i > steady] or found
@@ -108,7 +209,7 @@ def shown(lines: list[str], marks: set[int], sign: str) -> list[str]:
 
 
 def marked(example: Example, lines: list[str], wrong: list[str]) -> tuple[set[int], set[int]]:
-    """Of the right and of the wrong plan: the lines in which they differ, in the steady step or the tables."""
+    """Lines of the right and of the wrong plan that differ, in the steady step or the tables."""
     first = places(example, lines)[0]
     right_marks: set[int] = set()
     wrong_marks: set[int] = set()
@@ -144,14 +245,28 @@ def section(example: Example, folder: pathlib.Path) -> str:
     plan = folder / "plan.json"
     ranks = int(example.flags[1]) if example.flags[:1] == ("--ranks",) else 8
     cluster = ("h100_sxm_8",) if example.rank else (THREE / "cluster.json",)
-    shardplan("plan", THREE / "trace.json", "--cluster", *cluster, "--unit", "layers.*", "--optimizer", "adamw", *example.flags, "-q", "-o", plan)
+    shardplan(
+        "plan", THREE / "trace.json", "--cluster", *cluster, "--unit", "layers.*", "--optimizer", "adamw",
+        *example.flags, "-q", "-o", plan,
+    )
     lines = shardplan("show", plan).splitlines()
     wrong = broken(example, lines)
     right_marks, wrong_marks = marked(example, lines, wrong)
     flags = f" The plan has `{' '.join(example.flags)}`." if example.flags else ""
-    text = f"\n## {example.rule}\n{example.what}{flags} [The rule](verifier.md#{ANCHORS[example.rule]})\n\nWrong:\n```diff\n"
-    text += "\n".join(shown(wrong, wrong_marks or {i for mark in right_marks for i in (min(mark, len(wrong) - 1),)}, "-" if wrong_marks else " "))
-    text += "\n```\nMended:\n```diff\n" + "\n".join(shown(lines, right_marks or {min(wrong_marks)}, "+" if right_marks else " "))
+    text = (
+        f"\n## {example.rule}\n{example.what}{flags} [The "
+        f"rule](verifier.md#{ANCHORS[example.rule]})\n\nWrong:\n```diff\n"
+    )
+    text += "\n".join(
+        shown(
+            wrong,
+            wrong_marks or {i for mark in right_marks for i in (min(mark, len(wrong) - 1),)},
+            "-" if wrong_marks else " ",
+        )
+    )
+    text += "\n```\nMended:\n```diff\n" + "\n".join(
+        shown(lines, right_marks or {min(wrong_marks)}, "+" if right_marks else " ")
+    )
     return text + f"\n```\nThe verifier:\n```\n{verdict(example, lines, wrong, folder, ranks)}\n```\n"
 
 
@@ -170,7 +285,8 @@ ANCHORS = anchors()
 def page() -> str:
     text = """# Rules by example
 
-Each rule of the [verifier](verifier.md) with a plan that breaks it: FSDP2's plan of `examples/three_layers`, with one mistake in the step that repeats. Lines with a minus are wrong, lines with a plus
+Each rule of the [verifier](verifier.md) with a plan that breaks it: FSDP2's plan of `examples/three_layers`, with \
+one mistake in the step that repeats. Lines with a minus are wrong, lines with a plus
 mend them. `dev/rule_examples.py` makes this page, and a test holds it to what the verifier says.
 """
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a training script on two ranks of this machine, first as it is and then with --plan, and says whether both print the same steps.
+"""Runs a training script on two ranks of this machine, first as it is and then with --plan, and says whether both print
+the same steps.
 
     both_ways.py OUTPUT MODULE[,MODULE]... train.py [ARGUMENT]...
 
-Each run is `torchrun --nproc-per-node 2 train.py ARGUMENT...`, but the ranks are forks of this process, which has imported the modules before:
-importing PyTorch takes longer than the training. A run's folder, OUTPUT/fsdp2 or OUTPUT/plan, is where the ranks work and what they print is kept.
+Each run is `torchrun --nproc-per-node 2 train.py ARGUMENT...`, but the ranks are forks of this process, which has
+imported the modules before: importing PyTorch takes longer than the training. A run's folder, OUTPUT/fsdp2 or
+OUTPUT/plan, is where the ranks work and what they print is kept.
 """
 
 from __future__ import annotations
@@ -41,11 +43,16 @@ def steps_of(folder: pathlib.Path, script: pathlib.Path, arguments: list[str]) -
     folder.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        ranks = [multiprocessing.get_context("fork").Process(target=rank, args=(i, port, folder, script, arguments)) for i in range(RANKS)]
+        ranks = [
+            multiprocessing.get_context("fork").Process(target=rank, args=(i, port, folder, script, arguments))
+            for i in range(RANKS)
+        ]
         for process in ranks:
             process.start()
         # After the forks, which must not inherit its threads.
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno()))
+        store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
+        )
         while running := [process for process in ranks if process.exitcode is None]:
             multiprocessing.connection.wait([process.sentinel for process in running])
             if any(process.exitcode for process in ranks):  # the others would wait for it
@@ -62,10 +69,14 @@ def main() -> int:
     for name in modules.split(","):
         importlib.import_module(name)
     folder = pathlib.Path(output).resolve()
-    by_fsdp2, by_plan = (steps_of(folder / way, pathlib.Path(script).resolve(), [*arguments, *more]) for way, more in WAYS.items())
+    by_fsdp2, by_plan = (
+        steps_of(folder / way, pathlib.Path(script).resolve(), [*arguments, *more]) for way, more in WAYS.items()
+    )
     print("\n".join(by_plan), file=sys.stderr)
     if by_plan and by_plan == by_fsdp2:
-        print(f"{len(by_plan)} lines of losses and gradient norms, by a plan and under FSDP2: the same, digit for digit")
+        print(
+            f"{len(by_plan)} lines of losses and gradient norms, by a plan and under FSDP2: the same, digit for digit"
+        )
         return 0
     print("DIFFERENT under FSDP2:", *by_fsdp2, sep="\n")
     return 1

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP's functions in several releases of torch: a hash of each, and what one release has otherwise than another.
 
-The table `fsdp_functions.txt` holds the hashes of the releases that are planned; `dev/update_fsdp_functions` writes it."""
+The table `fsdp_functions.txt` holds the hashes of the releases that are planned; `dev/update_fsdp_functions` writes
+it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Change:
 
 
 def _normal(node: object, inner: bool = True) -> str:
-    """Structure without docstrings, comments and annotations of arguments. A definition inside another one counts by its name."""
+    """Structure without docstrings, comments and annotations of arguments. A definition inside another one counts by
+    its name."""
     if isinstance(node, list):
         return "[" + ",".join(_normal(item) for item in node) + "]"
     if not isinstance(node, ast.AST):
@@ -59,7 +61,8 @@ def _is_docstring(node: ast.AST) -> bool:
 
 
 def definitions(text: str) -> dict[str, list[ast.AST]]:
-    """Dotted name -> the functions or classes of that name, as tests/python/conformance/test_coverage_doc.py names them."""
+    """Dotted name -> the functions or classes of that name, as tests/python/conformance/test_coverage_doc.py names
+    them."""
     found: dict[str, list[ast.AST]] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -94,13 +97,16 @@ def of_tree(site_packages: pathlib.Path) -> Digests:
 def write_table(by_release: dict[str, Digests]) -> str:
     releases = sorted(by_release, key=key)
     lines = [
-        "# Hashes of the functions of PyTorch's FSDP in the releases that are planned; \"-\": the release does not have it.",
+        '# Hashes of the functions of PyTorch\'s FSDP in the releases that are planned; "-": the release does not '
+        'have it.',
         f"# Written by dev/update_fsdp_functions. Columns: {' '.join(releases)}",
     ]
     for file in sorted(set().union(*by_release.values())):
         lines += ["", f"[{file}]"]
         names = dict.fromkeys(name for item in releases for name in by_release[item].get(file, {}))
-        lines += [" ".join([name, *(by_release[item].get(file, {}).get(name, ABSENT) for item in releases)]) for name in names]
+        lines += [
+            " ".join([name, *(by_release[item].get(file, {}).get(name, ABSENT) for item in releases)]) for name in names
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -120,7 +126,7 @@ def read_table(text: str) -> dict[str, Digests]:
 
 
 def compare(table: dict[str, Digests], base: str, found: Digests) -> list[Change]:
-    """What `found` has otherwise than the planned release `base`."""
+    """Differences between `found` and the planned release `base`."""
     changes = []
     for file in sorted(table[base].keys() | found.keys()):
         before, now = table[base].get(file, {}), found.get(file, {})
@@ -128,7 +134,9 @@ def compare(table: dict[str, Digests], base: str, found: Digests) -> list[Change
             if before.get(name) == now.get(name):
                 continue
             kind = "gone" if name not in now else "new" if name not in before else "changed"
-            like = tuple(other for other in table if other != base and table[other].get(file, {}).get(name) == now.get(name))
+            like = tuple(
+                other for other in table if other != base and table[other].get(file, {}).get(name) == now.get(name)
+            )
             changes.append(Change(file, name, kind, like))
     return changes
 

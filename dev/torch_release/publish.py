@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dev/release checks of a tree and of the files that are published, and what it leaves to a person."""
+"""Checks by dev/release of a tree and of the files that are published, and steps that it leaves to a person."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ sys.path.append(str(ROOT / "cmake"))
 import wheel_metadata  # noqa: E402
 
 _TYPED = ("shardplan/py.typed", "_shardplan-stubs/__init__.pyi")
-_CLASSIFIERS = ("Typing :: Typed", "Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3.10", "Programming Language :: Python :: 3.14")
+_CLASSIFIERS = (
+    "Typing :: Typed", "Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3.10",
+    "Programming Language :: Python :: 3.14",
+)
 _EXTRAS = ("torch", "huggingface", "parquet")
 
 
@@ -35,7 +38,9 @@ def versions(root: pathlib.Path) -> dict[str, str]:
     return {
         "CMakeLists.txt": wheel_metadata.project_version((root / "CMakeLists.txt").read_text()),
         "CITATION.cff": _found(r"^version: (\S+)$", citation),
-        "tools/python/shardplan/__init__.py": _found(r'^__version__ = "(.*)"', (root / "tools/python/shardplan/__init__.py").read_text()),
+        "tools/python/shardplan/__init__.py": _found(
+            r'^__version__ = "(.*)"', (root / "tools/python/shardplan/__init__.py").read_text()
+        ),
         "CHANGELOG.md": _found(r"^## (\d\S*)", (root / "CHANGELOG.md").read_text()),
     }
 
@@ -61,7 +66,8 @@ def members(archive: pathlib.Path) -> dict[str, bytes]:
 
 
 def differences(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
-    """Members that are in one of them alone, or are not the same bytes. RECORD has the hashes of the others: it counts where they are the same."""
+    """Members that are in one of them alone, or are not the same bytes. RECORD has the hashes of the others: it counts
+    where they are the same."""
     lines = [f"{name} is in one alone" for name in sorted(one.keys() ^ other.keys())]
     lines += [f"{name} differs" for name in sorted(one.keys() & other.keys()) if one[name] != other[name]]
     records = [line for line in lines if ".dist-info/RECORD" in line]
@@ -76,29 +82,45 @@ def _metadata(files: dict[str, bytes]) -> tuple[str, str]:
 
 
 def page_of(files: dict[str, bytes]) -> str:
-    """What an index shows of a wheel."""
+    """The page that an index shows for a wheel."""
     return _metadata(files)[1]
 
 
 def lacks(files: dict[str, bytes]) -> list[str]:
-    """What the wheel without torch has to have for an index and a type checker, and has not."""
+    """Parts that an index and a type checker need and the wheel without torch lacks."""
     head, page = _metadata(files)
     lines = [f"no {name}" for name in _TYPED if name not in files]
     lines += [f"no classifier {name}" for name in _CLASSIFIERS if f"\nClassifier: {name}" not in head]
     lines += [f"no extra {name}" for name in _EXTRAS if f"\nProvides-Extra: {name}" not in head]
     if not page.strip():
         lines.append("no page")
-    return lines + [f"its page links to {target}, which an index does not have" for target in wheel_metadata.relative_links(page)]
+    return lines + [
+        f"its page links to {target}, which an index does not have" for target in wheel_metadata.relative_links(page)
+    ]
 
 
 def left_to_a_person(version: str, files: list[pathlib.Path], address: str | None) -> list[str]:
-    """What nobody but a person decides or has the right to do, in order."""
+    """Steps that only a person may decide or has the right to do, in order."""
     # A wheel of shardplan-torch names its torch in a local version (+torch2.15), and PyPI takes no local version.
     index = [str(file) for file in files if not file.name.startswith("shardplan_torch")]
     own = [str(file) for file in files if file.name.startswith("shardplan_torch")]
-    lines = [] if address else ["name the address of the sources in CITATION.cff (repository-code), commit, and run this again: until then the page on the index has no pictures and no links"]
-    lines += [f"git tag -a v{version} -m 'shardplan {version}' && git push origin v{version}", f"twine upload {' '.join(index)}"]
-    return lines + ([f"attach to the page of the release, which PyPI does not take because of their local version: {' '.join(own)}"] if own else [])
+    lines = (
+        []
+        if address
+        else [
+            "name the address of the sources in CITATION.cff (repository-code), commit, and run this again: until "
+            "then the page on the index has no pictures and no links"
+        ]
+    )
+    lines += [
+        f"git tag -a v{version} -m 'shardplan {version}' && git push origin v{version}",
+        f"twine upload {' '.join(index)}",
+    ]
+    return lines + (
+        [f"attach to the page of the release, which PyPI does not take because of their local version: {' '.join(own)}"]
+        if own
+        else []
+    )
 
 
 @dataclass
@@ -117,7 +139,16 @@ class FromSdist(Core):
         for folder in (packed, unpacked):
             shutil.rmtree(folder, ignore_errors=True)
         code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
-        if run([self._program("builder", "python"), "-c", code, packed], self._log("sdist"), ROOT, clean_environment(), alone=True) != 0:
+        if (
+            run(
+                [self._program("builder", "python"), "-c", code, packed],
+                self._log("sdist"),
+                ROOT,
+                clean_environment(),
+                alone=True,
+            )
+            != 0
+        ):
             raise Failed(f"there is no sdist: {self._said('sdist')}")
         (self.sdist,) = packed.glob("*.tar.gz")
         with tarfile.open(self.sdist) as files:
@@ -126,15 +157,21 @@ class FromSdist(Core):
 
 
 def check_pages(files: list[pathlib.Path], page: str, folder: pathlib.Path) -> list[str]:
-    """What `twine check --strict` finds, and whether the page renders as an index renders it, which twine does not try for Markdown. The environment is made
-    in the folder, and the page is left there: page.html."""
+    """The findings of `twine check --strict`, and whether the page renders as an index renders it; twine does not try
+    that for Markdown. The environment is made in the folder, and the page is left there: page.html."""
     log, programs = folder / "pages.log", folder / "pages" / "bin"
-    for command in ([sys.executable, "-m", "venv", folder / "pages"], [programs / "pip", "install", "--quiet", "twine", "readme_renderer[md]"]):
+    for command in (
+        [sys.executable, "-m", "venv", folder / "pages"],
+        [programs / "pip", "install", "--quiet", "twine", "readme_renderer[md]"],
+    ):
         if run(command, log, ROOT) != 0:
             raise EnvironmentProblem(f"no twine: {last_line(log)} ({log})")
     (folder / "page.md").write_text(page)
     lines = []
-    if run([programs / "python", "-m", "readme_renderer", "-o", folder / "page.html", folder / "page.md"], log, ROOT) != 0:
+    if (
+        run([programs / "python", "-m", "readme_renderer", "-o", folder / "page.html", folder / "page.md"], log, ROOT)
+        != 0
+    ):
         lines.append(f"the page does not render: {last_line(log)} ({log})")
     if run([programs / "twine", "--no-color", "check", "--strict", *files], log, ROOT) != 0:
         lines += [line.strip() for line in log.read_text().splitlines() if re.search("FAILED|ERROR|WARNING", line)]

@@ -16,7 +16,7 @@ PROGRESS_S = 60
 
 @dataclass
 class Result:
-    """What a stage, or a part of one, came to."""
+    """The outcome of a stage, or of a part of one."""
 
     name: str
     result: str  # in a few words
@@ -30,17 +30,27 @@ def say(text: str) -> None:
 
 
 def last_line(log: pathlib.Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+    lines = (
+        [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+    )
     return lines[-1][:120] if lines else "nothing said"
 
 
-def run(command: list, log: pathlib.Path, cwd: pathlib.Path, environment: dict[str, str] | None = None, alone: bool = False) -> int:
+def run(
+    command: list, log: pathlib.Path, cwd: pathlib.Path, environment: dict[str, str] | None = None, alone: bool = False
+) -> int:
     """The exit code. Output goes to the log alone. alone: the environment is the given one, without this process's."""
     log.parent.mkdir(parents=True, exist_ok=True)
     started = told = time.monotonic()
     with open(log, "wb") as output:
-        child = subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=cwd,
-                                 env={**({} if alone else os.environ), **(environment or {})})
+        child = subprocess.Popen(
+            [str(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env={**({} if alone else os.environ), **(environment or {})},
+        )
         try:
             while child.poll() is None:
                 time.sleep(0.2)
@@ -64,7 +74,10 @@ def junit(path: pathlib.Path) -> tuple[str, list[str]]:
         counts[kind] += 1
         if faults:
             message = (faults[0].get("message") or faults[0].text or "").strip().splitlines()
-            failures.append(f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}: {message[0][:160] if message else 'no message'}")
+            failures.append(
+                f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}: "
+                f"{message[0][:160] if message else 'no message'}"
+            )
     return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "no test", failures
 
 

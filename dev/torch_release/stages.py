@@ -59,7 +59,8 @@ class Check:
 
     @property
     def build(self) -> pathlib.Path:
-        return ROOT / "build" / f"torch-{self.version}"  # as deep as build/dev: ccache finds what that compiled without torch
+        # It lies as deep as build/dev: ccache finds what that compiled without torch.
+        return ROOT / "build" / f"torch-{self.version}"
 
     @property
     def python(self) -> pathlib.Path:
@@ -91,7 +92,9 @@ def site_packages(venv: pathlib.Path) -> pathlib.Path:
 
 
 def venv(check: Check) -> Result:
-    wanted = versions.requirements("".join((ROOT / "tools" / name).read_text() for name in versions.LISTS), check.version)
+    wanted = versions.requirements(
+        "".join((ROOT / "tools" / name).read_text() for name in versions.LISTS), check.version
+    )
     listed, stamp = check.folder / "requirements.txt", check.folder / "venv" / "requirements.stamp"
     if stamp.exists() and stamp.read_text() == wanted:
         return Result("venv", "there already")
@@ -100,7 +103,10 @@ def venv(check: Check) -> Result:
     if not check.python.exists():
         interpreter = SYSTEM_PYTHON if pathlib.Path(SYSTEM_PYTHON).exists() else "python3"
         run([interpreter, "-m", "venv", check.folder / "venv"], check.log("venv"), ROOT)
-    command = [check.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-compile", "-r", listed]
+    command = [
+        check.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-compile",
+        "-r", listed,
+    ]
     if run(command, check.log("venv"), ROOT) != 0:
         raise versions.EnvironmentProblem(f"pip failed: {last_line(check.log('venv'))} ({check.log('venv')})")
     stamp.write_text(wanted)
@@ -132,7 +138,10 @@ def fsdp_functions(check: Check) -> Result:
             result.different.append(f"rule {rule} (since {since}): {said}")
     own = len(of_page) + len(others)
     total = sum(len(names) for names in found.values())
-    result.result = f"{total} functions; next to {check.base}: {own} differ, {sum(known.values())} more as another planned release has them"
+    result.result = (
+        f"{total} functions; next to {check.base}: {own} differ, {sum(known.values())} more as another planned "
+        "release has them"
+    )
     _write_diff(check)
     return result
 
@@ -161,13 +170,19 @@ def _changed_lines(check: Check, change: functions.Change) -> str:
 def _write_diff(check: Check) -> None:
     base = _site_of(check.base)
     if base is not None:
-        run(["diff", "-urN", "-x", "__pycache__", base / functions.FSDP, check.site / functions.FSDP], check.folder / "fsdp.diff", ROOT)
+        run(
+            ["diff", "-urN", "-x", "__pycache__", base / functions.FSDP, check.site / functions.FSDP],
+            check.folder / "fsdp.diff",
+            ROOT,
+        )
 
 
 def build(check: Check) -> Result:
     configure = ["cmake", "--preset", "dev", "-B", check.build, f"-DSHARDPLAN_PYTHON={check.python}"]
     if run(configure, check.log("configure"), ROOT) != 0:
-        return Result("build", f"cmake fails: {check.log('configure')}", different=_errors(check.log("configure")), failed=True)
+        return Result(
+            "build", f"cmake fails: {check.log('configure')}", different=_errors(check.log("configure")), failed=True
+        )
     if _make(check, "build", TARGETS) != 0:
         return Result("build", f"fails: {check.log('build')}", different=_errors(check.log("build")), failed=True)
     warnings = sum(" warning: " in line for line in check.log("build").read_text(errors="replace").splitlines())
@@ -180,16 +195,23 @@ def _make(check: Check, log: str, targets: tuple[str, ...]) -> int:
 
 
 def _errors(log: pathlib.Path) -> list[str]:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if re.search(r"\berror\b|CMake Error|FAILED", line)]
+    lines = [
+        line.strip()
+        for line in log.read_text(errors="replace").splitlines()
+        if re.search(r"\berror\b|CMake Error|FAILED", line)
+    ]
     return list(dict.fromkeys(line.replace(f"{ROOT}/", "")[:200] for line in lines))[:SHOWN]
 
 
 def names(check: Check) -> Result:
-    python = {str(p.relative_to(ROOT)): p.read_text() for p in (ROOT / "tools/python/shardplan").rglob("*.py")}
+    folders = ("tools/python/shardplan", "tests/python/shardplan_conformance")
+    python = {str(p.relative_to(ROOT)): p.read_text() for f in folders for p in (ROOT / f).rglob("*.py")}
     native = {str(p.relative_to(ROOT)): p.read_text() for f in ("executor", "device") for p in (ROOT / f).rglob("*.cc")}
     uses, operators = symbols.python_uses(python), symbols.operators(native)
     unresolved, unknown = symbols.probe(check.python, sorted(uses.dotted), sorted(operators))
-    different = symbols.missing_names(uses, unresolved, symbols.words_of([check.site / "torch", check.site / "transformers"]))
+    different = symbols.missing_names(
+        uses, unresolved, symbols.words_of([check.site / "torch", check.site / "transformers"])
+    )
     different += [f"operator {name} ({operators[name]})" for name in unknown]
     said = [f"{len(uses.dotted) + len(uses.private)} names of Python, {len(operators)} operators"]
     libraries, whose = _libraries(check)
@@ -199,11 +221,15 @@ def names(check: Check) -> Result:
         different += missing
     else:
         said.append("no library is built")
-    return Result("symbols", "; ".join([", ".join(said), f"{len(different)} missing" if different else "all there"]), different=different)
+    return Result(
+        "symbols",
+        "; ".join([", ".join(said), f"{len(different)} missing" if different else "all there"]),
+        different=different,
+    )
 
 
 def _libraries(check: Check) -> tuple[list[pathlib.Path], str]:
-    """What is built against this torch, else what build/dev has."""
+    """Libraries that are built against this torch, else those of build/dev."""
     for folder in (check.build, ROOT / "build" / "dev"):
         found = [*folder.glob("device/libshardplan_device*.so"), *folder.glob("**/_shardplan*.so")]
         if found:
@@ -212,7 +238,8 @@ def _libraries(check: Check) -> tuple[list[pathlib.Path], str]:
 
 
 def _of_libraries(check: Check, libraries: list[pathlib.Path]) -> tuple[int, list[str]]:
-    """Symbols that our libraries need and torch's do not have; calls of CUDA and NCCL that torch makes and the device in software does not know."""
+    """Symbols that our libraries need and torch's do not have; calls of CUDA and NCCL that torch makes and the device
+    in software does not know."""
     given = symbols.exported([*check.site.glob("torch/lib/*.so*"), *check.site.glob("nvidia/**/lib/*.so*"), *libraries])
     lines, asked = [], 0
     for library in libraries:
@@ -220,14 +247,20 @@ def _of_libraries(check: Check, libraries: list[pathlib.Path]) -> tuple[int, lis
         asked += len(wanted)
         lines += [f"{library.name} needs {name}" for name in symbols.demangled(sorted(wanted - given))]
     for device in (library for library in libraries if library.name == "libshardplan_device.so"):
-        lines += [f"torch asks the device for {name}" for name in device_symbols.not_given(device, check.site / "torch" / "lib")]
+        lines += [
+            f"torch asks the device for {name}"
+            for name in device_symbols.not_given(device, check.site / "torch" / "lib")
+        ]
     return asked, lines
 
 
 def suites(check: Check) -> list[Result]:
     """Every suite that depends on torch, some beside each other: ranks wait more than they compute."""
     with concurrent.futures.ThreadPoolExecutor(check.jobs) as pool:
-        running = [pool.submit(_ctest, check) if name == CXX else pool.submit(_suite, check, name, SUITES[name]) for name in check.suites]
+        running = [
+            pool.submit(_ctest, check) if name == CXX else pool.submit(_suite, check, name, SUITES[name])
+            for name in check.suites
+        ]
         return [future.result() for future in running]
 
 
@@ -250,8 +283,16 @@ def _ctest(check: Check) -> Result:
     say("suite C++")
     if _make(check, "build of tests", TESTS) != 0:
         faults = _errors(check.log("build of tests"))
-        return Result("suite C++", f"does not build: {check.log('build of tests')}", time.monotonic() - started, faults, failed=True)
-    command = ["ctest", "--test-dir", check.build, "-L", f"^({LABELS})$", "--output-on-failure", "--output-junit", written]
+        return Result(
+            "suite C++",
+            f"does not build: {check.log('build of tests')}",
+            time.monotonic() - started,
+            faults,
+            failed=True,
+        )
+    command = [
+        "ctest", "--test-dir", check.build, "-L", f"^({LABELS})$", "--output-on-failure", "--output-junit", written,
+    ]
     code = run(command, log, ROOT, check.environment())
     return _of_junit("suite C++", written, log, code, started)
 
@@ -266,9 +307,13 @@ def _of_junit(name: str, written: pathlib.Path, log: pathlib.Path, code: int, st
 
 
 def live(check: Check) -> list[Result]:
-    """docs/internals/conformance.md: cases of their own, and random ones, as this torch runs them; then planned as each planned release."""
+    """docs/internals/conformance.md: cases of their own, and random ones, as this torch runs them; then planned as each
+    planned release."""
     jobs = {"live cases": ["--live", "live_cases:cases", "--fake"]}
-    jobs |= {f"live random {policy}": ["--random", str(check.cases), "--seed", str(LIVE_SEED), "--fake", "--policy", policy] for policy in ("fsdp2", "fsdp1")}
+    jobs |= {
+        f"live random {policy}": ["--random", str(check.cases), "--seed", str(LIVE_SEED), "--fake", "--policy", policy]
+        for policy in ("fsdp2", "fsdp1")
+    }
     with concurrent.futures.ThreadPoolExecutor(check.jobs) as pool:
         running = [pool.submit(_live, check, name, arguments) for name, arguments in jobs.items()]
         return [future.result() for future in running]
@@ -280,22 +325,36 @@ def _live(check: Check, name: str, arguments: list[str]) -> Result:
     kept = check.folder / "kept" / name.replace(" ", "_")
     shutil.rmtree(kept, ignore_errors=True)
     say(name)
-    code = run([check.build / "bin" / "shardplan", "conformance", *arguments, "--keep", kept], log, ROOT, check.environment())
+    code = run(
+        [check.build / "bin" / "shardplan", "conformance", *arguments, "--keep", kept], log, ROOT, check.environment()
+    )
     text = log.read_text(errors="replace")
     matched = re.search(r"^matched .*$", text, re.MULTILINE)
     differing = [line[:200] for line in text.splitlines() if re.match(r"\S+: differs", line)]
     if not matched:
-        return Result(name, f"does not run (exit code {code}): {log}", time.monotonic() - started, [last_line(log)], failed=True)
-    recorded = {line for path in kept.glob("*.log") for line in path.read_text().splitlines()[:3] if line.startswith("# torch ")}
+        return Result(
+            name, f"does not run (exit code {code}): {log}", time.monotonic() - started, [last_line(log)], failed=True
+        )
+    recorded = {
+        line for path in kept.glob("*.log") for line in path.read_text().splitlines()[:3] if line.startswith("# torch ")
+    }
     if any(line.split()[2].split("+")[0] != check.version for line in recorded):
         return Result(name, f"recorded with another torch: {sorted(recorded)}", time.monotonic() - started, failed=True)
     planned = {release: _planned_as(check, kept, release) for release in check.table}
-    compared = {path.name.removesuffix(".strategy.json") for path in kept.glob("*.strategy.json")} & {path.stem for path in kept.glob("*.log")}
-    said = [matched[0], *(f"planned as {release}: {len(names)} of {len(compared)}" for release, names in planned.items())]
+    compared = {path.name.removesuffix(".strategy.json") for path in kept.glob("*.strategy.json")} & {
+        path.stem for path in kept.glob("*.log")
+    }
+    said = [
+        matched[0],
+        *(f"planned as {release}: {len(names)} of {len(compared)}" for release, names in planned.items()),
+    ]
     none = sorted(compared - set().union(*planned.values()))
     said += [f"as no planned release: {len(none)}"] if none else []
     say(f"{name}: {matched[0]}")
-    different = [f"{line}{' (nor does it agree with another planned release)' if line.split(':')[0] in none else ''}" for line in differing]
+    different = [
+        f"{line}{' (nor does it agree with another planned release)' if line.split(':')[0] in none else ''}"
+        for line in differing
+    ]
     return Result(name, "; ".join(said), time.monotonic() - started, different[:SHOWN], failed=code != 0)
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this repository uses of torch by name and no header or signature promises: symbols, operators, attributes of private modules.
+"""Names of torch that this repository uses and no header or signature promises: symbols, operators, attributes of
+private modules.
 
-The names come from the built libraries and from the sources' syntax trees; whether a release has them, its libraries and its interpreter say."""
+The names come from the built libraries and from the sources' syntax trees; whether a release has them, its libraries
+and its interpreter say."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field
 _OF_TORCH = re.compile(r"^_Z\w*?(3c10|2at|5torch|4c10d)|^(__)?cuda[A-Z]|^cu[A-Z]|^nccl[A-Z]|^THP")
 _OPERATOR = re.compile(r'"((?:aten|c10d|fsdp|prims)::\w+)"')
 _ASKING = {"hasattr", "getattr", "existing"}  # calls that allow for a name that is not there
-_PATCHING = {"wrap", "before"}  # shardplan.conformance.patches.Patches: (owner, "name", ...)
+_PATCHING = {"wrap", "before"}  # shardplan_conformance.patches.Patches: (owner, "name", ...)
 
 # Runs with the release's interpreter: the names that do not resolve.
 _PROBE = """
@@ -119,7 +121,9 @@ class _Collector(ast.NodeVisitor):
         self.visit(node.value)
 
     def _branch(self, node: ast.If | ast.IfExp) -> None:
-        guard = any(_asks(n) or getattr(n, "attr", getattr(n, "id", "")) in self._uses.guards for n in ast.walk(node.test))
+        guard = any(
+            _asks(n) or getattr(n, "attr", getattr(n, "id", "")) in self._uses.guards for n in ast.walk(node.test)
+        )
         self.visit(node.test)
         self._guarded += guard
         for child in [*node.body, *node.orelse] if isinstance(node, ast.If) else [node.body, node.orelse]:
@@ -132,7 +136,9 @@ class _Collector(ast.NodeVisitor):
         called = _called(node)
         if called in _ASKING:
             for argument in node.args:
-                self._uses.asked |= {n.value for n in ast.walk(argument) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+                self._uses.asked |= {
+                    n.value for n in ast.walk(argument) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+                }
         if called in _PATCHING and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
             if owner := self._path(node.args[0]):
                 self._use(f"{owner}.{node.args[1].value}", node)
@@ -144,13 +150,17 @@ class _Collector(ast.NodeVisitor):
         while isinstance(node, ast.Attribute):
             attributes.append(node.attr)
             node = node.value
-        if not isinstance(node, ast.Name) or node.id not in self._bound or any(node.id in names for names in self._local):
+        if (
+            not isinstance(node, ast.Name)
+            or node.id not in self._bound
+            or any(node.id in names for names in self._local)
+        ):
             return None
         return ".".join([self._bound[node.id], *reversed(attributes)])
 
 
 def python_uses(files: dict[str, str]) -> Uses:
-    """Of sources: place -> text."""
+    """Names that sources use. files: place -> text."""
     trees = {place: ast.parse(text) for place, text in files.items()}
     uses = Uses()
     for node in (node for tree in trees.values() for node in tree.body):
@@ -179,7 +189,9 @@ def words_of(folders: list[pathlib.Path]) -> set[str]:
 
 def probe(python: pathlib.Path, names: list[str], ops: list[str]) -> tuple[list[str], list[str]]:
     """The dotted names and operators that this interpreter's torch does not have."""
-    done = subprocess.run([python, "-c", _PROBE], input=json.dumps([names, ops]), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python, "-c", _PROBE], input=json.dumps([names, ops]), capture_output=True, text=True, check=True
+    )
     missing, unknown = json.loads(done.stdout.strip().splitlines()[-1])
     return missing, unknown
 
@@ -198,7 +210,9 @@ def names_of(listing: str) -> set[str]:
 
 
 def _nm(library: pathlib.Path, which: str) -> set[str]:
-    return names_of(subprocess.run(["nm", "-D", which, str(library)], capture_output=True, text=True, check=True).stdout)
+    return names_of(
+        subprocess.run(["nm", "-D", which, str(library)], capture_output=True, text=True, check=True).stdout
+    )
 
 
 def exported(libraries: list[pathlib.Path]) -> set[str]:
@@ -206,11 +220,13 @@ def exported(libraries: list[pathlib.Path]) -> set[str]:
 
 
 def needed(library: pathlib.Path) -> set[str]:
-    """What a built library asks of torch, CUDA and NCCL."""
+    """Symbols that a built library asks of torch, CUDA and NCCL."""
     return {name for name in _nm(library, "--undefined-only") if _OF_TORCH.match(name)}
 
 
 def demangled(names: list[str]) -> list[str]:
     if not names:
         return []
-    return subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout.splitlines()

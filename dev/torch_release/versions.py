@@ -38,7 +38,7 @@ def nearest(version: str, known: list[str]) -> str:
 
 
 def listed(output: str) -> list[str]:
-    """What `pip index versions torch` lists, newest first."""
+    """Releases that `pip index versions torch` lists, newest first."""
     found = _AVAILABLE.search(output)
     return [version.strip() for version in found[1].split(",")] if found else []
 
@@ -49,7 +49,9 @@ def on_index() -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     versions = listed(done.stdout)
     if not versions:
-        raise EnvironmentProblem(f"the package index lists no torch: {(done.stderr.strip().splitlines() or ['pip said nothing'])[-1]}")
+        raise EnvironmentProblem(
+            f"the package index lists no torch: {(done.stderr.strip().splitlines() or ['pip said nothing'])[-1]}"
+        )
     return versions
 
 
@@ -58,11 +60,17 @@ def check(version: str, available: list[str], oldest: str) -> None:
     usable = [name for name in available if re.fullmatch(r"\d+(\.\d+)+", name) and key(name) >= key(oldest)]
     if version in usable:
         return
-    why = f"is older than the oldest release that is planned, {oldest}" if version in available else "is not on the package index"
+    why = (
+        f"is older than the oldest release that is planned, {oldest}"
+        if version in available
+        else "is not on the package index"
+    )
     raise BadVersion(f"torch {version} {why}; known: {', '.join(usable)}")
 
 
 def requirements(text: str, version: str) -> str:
     """The lists of tools/ with this torch, and the CUDA headers that go with it."""
-    others = [line for line in text.splitlines() if line and not line.startswith("#") and line.split("==")[0] not in _OF_TORCH]
+    others = [
+        line for line in text.splitlines() if line and not line.startswith("#") and line.split("==")[0] not in _OF_TORCH
+    ]
     return "\n".join([*others, f"torch=={version}", CUDA]) + "\n"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel that plans without torch, and those that are built with one: the environment that each is built in, the fresh one that it is installed in,
-and what is tried there."""
+"""The wheel that plans without torch, and those that are built with one: the environment that each is built in, the
+fresh one that it is installed in, and what is tried there."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 _RELEASES = [f"3.{minor}" for minor in range(10, 15)]
 PLATFORM = "manylinux_2_34"
 CORE_LIMIT_BYTES = 15_000_000
-HEADING = ["| torch | Python | wheel | MB | MB unpacked | build, s | install, s | compile at hand, s | trial, s | result |", "|---|---|---|---|---|---|---|---|---|---|"]
+HEADING = [
+    "| torch | Python | wheel | MB | MB unpacked | build, s | install, s | compile at hand, s | trial, s | result |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+]
 EXAMPLES = ROOT / "examples"
-# What an adapter's wheel may be linked with: torch, what torch brings, and the runtimes of C and C++.
+# Libraries that an adapter's wheel may be linked with: torch, what torch brings, and the runtimes of C and C++.
 _PRESENT = re.compile(r"lib(torch\w*|c10\w*|cudart|nccl|c|m|stdc\+\+|gcc_s)\.so.*|ld-linux.*")
 
 
@@ -32,7 +35,7 @@ class Failed(Exception):
 
 
 def build_requirement(pyproject: str) -> str:
-    """Of pyproject.toml's build-system, the builder."""
+    """The builder in pyproject.toml's build-system."""
     return re.search(r'"(scikit-build-core[^"]*)"', pyproject)[1]
 
 
@@ -42,8 +45,12 @@ def unpacked_bytes(wheel: pathlib.Path) -> int:
 
 
 def pythons() -> dict[str, str]:
-    """Release -> interpreter, of those of this machine that a module can be built for: with headers, and with venv. The system's come first, then those of the PATH, of pyenv and of uv."""
-    asks = "import ensurepip, pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path('include')) / 'Python.h').is_file())"
+    """Release -> interpreter, of those of this machine that a module can be built for: with headers, and with venv. The
+    system's come first, then those of the PATH, of pyenv and of uv."""
+    asks = (
+        "import ensurepip, pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path('include')) / "
+        "'Python.h').is_file())"
+    )
     home = pathlib.Path.home()
     managed = [*home.glob(".pyenv/versions/*/bin"), *home.glob(".local/share/uv/python/*/bin")]
     folders = ["/usr/bin", *clean_environment()["PATH"].split(os.pathsep), *map(str, sorted(managed))]
@@ -55,19 +62,28 @@ def pythons() -> dict[str, str]:
                 fit[release] = path
                 break
     if not fit:
-        raise EnvironmentProblem("no Python 3.10 to 3.14 with headers and venv is found: apt-get install python3-dev python3-venv")
+        raise EnvironmentProblem(
+            "no Python 3.10 to 3.14 with headers and venv is found: apt-get install python3-dev python3-venv"
+        )
     return fit
 
 
 def missing_libraries(dynamic: str) -> list[str]:
-    """Of what `readelf -d` prints, the libraries that a machine with torch need not have."""
+    """Libraries in the output of `readelf -d` that a machine with torch need not have."""
     return [name for name in re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic) if not _PRESENT.fullmatch(name)]
 
 
 def clean_environment(binaries: str | None = None) -> dict[str, str]:
     """That of a user who has installed the wheel, and nothing else of shardplan."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SHARDPLAN_", "VIRTUAL_ENV"))}
-    paths = [binaries, *(part for part in os.environ["PATH"].split(os.pathsep) if not pathlib.Path(part).is_relative_to(ROOT))]
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "SHARDPLAN_", "VIRTUAL_ENV"))
+    }
+    paths = [
+        binaries,
+        *(part for part in os.environ["PATH"].split(os.pathsep) if not pathlib.Path(part).is_relative_to(ROOT)),
+    ]
     return {**kept, "PATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -93,12 +109,23 @@ class _Wheel:
         self.result = "works" if "try" in self.seconds else "built"
 
     def stages(self) -> dict[str, Callable[[], None]]:
-        return {"prepare": self._prepare, "build": self._build, "install": self._install, "compile": self._compile, "try": self._try}
+        return {
+            "prepare": self._prepare, "build": self._build, "install": self._install, "compile": self._compile,
+            "try": self._try,
+        }
 
     def row(self) -> str:
-        sizes = ["", ""] if self.file is None else [f"{size / 1e6:.1f}" for size in (self.file.stat().st_size, unpacked_bytes(self.file))]
-        times = [f"{self.seconds[name]:.0f}" if name in self.seconds else "" for name in ("build", "install", "compile", "try")]
-        return f"| {' | '.join([self.torch, self.python, self.file.name if self.file else '', *sizes, *times, self.result])} |"
+        sizes = (
+            ["", ""]
+            if self.file is None
+            else [f"{size / 1e6:.1f}" for size in (self.file.stat().st_size, unpacked_bytes(self.file))]
+        )
+        times = [
+            f"{self.seconds[name]:.0f}" if name in self.seconds else ""
+            for name in ("build", "install", "compile", "try")
+        ]
+        cells = [self.torch, self.python, self.file.name if self.file else "", *sizes, *times, self.result]
+        return f"| {' | '.join(cells)} |"
 
     @property
     def folder(self) -> pathlib.Path:
@@ -125,7 +152,13 @@ class _Wheel:
         build = f"--config-settings=build-dir={self.folder / 'cmake'}"  # kept: the next build compiles what has changed
         more = {"CMAKE_BUILD_PARALLEL_LEVEL": str(self.jobs), **environment}
         others = [f"--config-settings={setting}" for setting in settings]
-        if self._pip("builder", "build", "wheel", "--no-build-isolation", "--no-deps", build, *others, "-w", made, project, **more) != 0:
+        if (
+            self._pip(
+                "builder", "build", "wheel", "--no-build-isolation", "--no-deps", build, *others, "-w", made, project,
+                **more,
+            )
+            != 0
+        ):
             raise Failed(f"it does not build: {self._said('build')}")
         (built,) = made.glob("*.whl")
         return built
@@ -155,9 +188,23 @@ class _Wheel:
     def _pip(self, of: str, log: str, command: str, *arguments: object, **more: str) -> int:
         """`pip COMMAND` of an environment."""
         quiet = ["--disable-pip-version-check", *(["--progress-bar", "off"] if command == "install" else [])]
-        return run([self._program(of, "python"), "-m", "pip", command, *quiet, *arguments], self._log(log), self.folder, clean_environment() | more, alone=True)
+        return run(
+            [self._program(of, "python"), "-m", "pip", command, *quiet, *arguments],
+            self._log(log),
+            self.folder,
+            clean_environment() | more,
+            alone=True,
+        )
 
-    def _step(self, name: str, command: list, cwd: pathlib.Path, binaries: str | None = "bin", code: int = 0, **environment: str) -> None:
+    def _step(
+        self,
+        name: str,
+        command: list,
+        cwd: pathlib.Path,
+        binaries: str | None = "bin",
+        code: int = 0,
+        **environment: str,
+    ) -> None:
         binaries = binaries and str(self.folder / "fresh" / binaries)
         ended = run(command, self._log(name), cwd, {**clean_environment(binaries), **environment}, alone=True)
         if ended != code:
@@ -185,7 +232,8 @@ class Core(_Wheel):
         self._check(self._pip_wheel(self.source))
 
     def _check(self, built: pathlib.Path) -> None:
-        """Takes it if its programs need nothing that the platform does not have: auditwheel names it by what they need."""
+        """Takes it if its programs need nothing that the platform does not have: auditwheel names it by what they
+        need."""
         repaired = self.folder / "repaired"
         shutil.rmtree(repaired, ignore_errors=True)
         path = {"PATH": f"{self.folder / 'builder' / 'bin'}:{os.environ['PATH']}"}
@@ -213,9 +261,12 @@ class Core(_Wheel):
         self._drop_environment("fresh")
 
     def _try_commands(self) -> None:
-        here, command, python = self._empty_folder(), self._program("fresh", "shardplan"), self._program("fresh", "python")
+        here = self._empty_folder()
+        command, python = self._program("fresh", "shardplan"), self._program("fresh", "python")
         model = ["llama-3.1-8b", "--seq", "8192"]
-        job = [*model, "--cluster", "h100", "--ranks", "64", "--unit", "model.layers.*", "--checkpoint", "model.layers.*"]
+        job = [
+            *model, "--cluster", "h100", "--ranks", "64", "--unit", "model.layers.*", "--checkpoint", "model.layers.*",
+        ]
         self._step("import", [python, "-c", "import shardplan, shardplan.plan"], here)
         self._step("plan", [command, "plan", *job, "-o", "plan.json"], here)
         self._step("plan_fsdp1", [command, "plan", *job, "--policy", "fsdp1", "-o", "fsdp1.json"], here)
@@ -223,10 +274,19 @@ class Core(_Wheel):
             self._step(name, [command, name, "plan.json"], here)
         for name in ("compare", "diff"):
             self._step(name, [command, name, "plan.json", "fsdp1.json"], here, code=1 if name == "diff" else 0)
-        search = ["--memory-budget", "70GiB", "--plan-limit", "3", "-o", "best.json", "--certificate", "certificate.json"]
+        search = [
+            "--memory-budget", "70GiB", "--plan-limit", "3", "-o", "best.json", "--certificate", "certificate.json",
+        ]
         self._step("optimize", [command, "optimize", *job, *search], here)
         self._step("certify", [command, "certify", "best.json", "certificate.json", "--trace", *model], here)
-        self._step("sweep", [command, "sweep", model[0], "--seq", "2048,4096", "--ranks", "8,64", "--cluster", "h100", "-o", "rows.csv"], here)
+        self._step(
+            "sweep",
+            [
+                command, "sweep", model[0], "--seq", "2048,4096", "--ranks", "8,64", "--cluster", "h100", "-o",
+                "rows.csv",
+            ],
+            here,
+        )
         self._step("doctor", [command, "doctor"], here)
         config = EXAMPLES / "models" / "llama-3.1-8b.json"
         self._step("trace", [command, "trace", config, "-o", "trace.json"], here, code=4)
@@ -247,7 +307,11 @@ class Aarch64(Core):
     def _build(self) -> None:
         toolchain = f"cmake.args=-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / 'aarch64.cmake'}"
         # The second is what Python says of its platform: the wheel's name.
-        self._check(self._pip_wheel(self.source, toolchain, AARCH64_SYSROOT=str(self.sysroot), _PYTHON_HOST_PLATFORM="linux-aarch64"))
+        self._check(
+            self._pip_wheel(
+                self.source, toolchain, AARCH64_SYSROOT=str(self.sysroot), _PYTHON_HOST_PLATFORM="linux-aarch64"
+            )
+        )
 
 
 @dataclass
@@ -288,17 +352,26 @@ class Adapter(_Wheel):
         if run(["readelf", "-d", *linked], log, folder) != 0:
             raise EnvironmentProblem(f"no readelf: {self._said('libraries')}")
         if missing := missing_libraries(log.read_text()):
-            raise Failed(f"it needs {', '.join(sorted(set(missing)))}, which comes neither with torch nor with the system")
+            raise Failed(
+                f"it needs {', '.join(sorted(set(missing)))}, which comes neither with torch nor with the system"
+            )
 
     def _install(self) -> None:
-        """What a user types; the adapter is compiled below."""
+        """Installs as a user would; the adapter is compiled below."""
         self._make_environment("fresh")
-        if self._pip("fresh", "install", "install", "--no-compile", f"{self.core.file}[torch]", f"torch=={self.version}") != 0:
+        if (
+            self._pip(
+                "fresh", "install", "install", "--no-compile", f"{self.core.file}[torch]", f"torch=={self.version}"
+            )
+            != 0
+        ):
             raise Failed(f"it cannot be installed: {self._said('install')}")
 
     def _compile(self) -> None:
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
-        self._step("compile", [self._program("fresh", "shardplan"), "doctor", "--build"], self._empty_folder(), **self._cache())
+        self._step(
+            "compile", [self._program("fresh", "shardplan"), "doctor", "--build"], self._empty_folder(), **self._cache()
+        )
 
     def _cache(self) -> dict[str, str]:
         return {"SHARDPLAN_CACHE": str(self.folder / "cache")}
@@ -306,7 +379,9 @@ class Adapter(_Wheel):
     def _try(self) -> None:
         self._try_all("compiled", self._cache())
         # Before the wheel is there: what pip refuses depends on the wheel alone.
-        refused = self._pip("fresh", "refuse", "install", "--dry-run", self.core.file, self.file, f"torch=={self.other}")
+        refused = self._pip(
+            "fresh", "refuse", "install", "--dry-run", self.core.file, self.file, f"torch=={self.other}"
+        )
         if refused == 0 or "conflict" not in self.folder.joinpath("logs", "refuse.log").read_text():
             raise Failed(f"pip would install it with torch {self.other}: {self._said('refuse')}")
         if self._pip("fresh", "prebuilt", "install", "--no-compile", self.core.file, self.file) != 0:
@@ -315,8 +390,10 @@ class Adapter(_Wheel):
         self._drop_environment("fresh")
 
     def _try_all(self, what: str, cache: dict[str, str]) -> None:
-        """What README.md begins with, by the installed packages alone."""
-        here, command, python = self._empty_folder(), self._program("fresh", "shardplan"), self._program("fresh", "python")
+        """Runs the first commands of README.md by the installed packages alone."""
+        here, command, python = (
+            self._empty_folder(), self._program("fresh", "shardplan"), self._program("fresh", "python"),
+        )
         layers, gpt = EXAMPLES / "three_layers", EXAMPLES / "train_gpt"
 
         def step(name: str, words: list, cwd: pathlib.Path, binaries: str | None = "bin", **more: str) -> None:
@@ -324,10 +401,27 @@ class Adapter(_Wheel):
 
         step("import", [python, "-c", "import shardplan, shardplan.torch"], here)
         step("doctor", [command, "doctor"], here)
-        step("plan", [command, "plan", layers / "trace.json", "--cluster", layers / "cluster.json", "--unit", "layers.*", "-o", "plan.json"], here)
+        step(
+            "plan",
+            [
+                command, "plan", layers / "trace.json", "--cluster", layers / "cluster.json", "--unit", "layers.*",
+                "-o", "plan.json",
+            ],
+            here,
+        )
         step("run", [command, "run", "plan.json", "--device", "virtual"], here)
         step("ranks", [command, "run", "plan.json", "--device", "cpu", "--compute-scale", "0.001"], here)
-        step("trace", [command, "trace", "train:traced_gpt", "--batch", "2", "--seq", "8", "--dtype", "float32", "-o", here / "trace.json"], gpt)
+        step(
+            "trace",
+            [
+                command, "trace", "train:traced_gpt", "--batch", "2", "--seq", "8", "--dtype", "float32", "-o",
+                here / "trace.json",
+            ],
+            gpt,
+        )
         # Not activated: the package finds its command.
-        train = [python, EXAMPLES / "both_ways.py", here / "trained", "torch.distributed.fsdp", EXAMPLES / "port_titan" / "train.py"]
+        train = [
+            python, EXAMPLES / "both_ways.py", here / "trained", "torch.distributed.fsdp",
+            EXAMPLES / "port_titan" / "train.py",
+        ]
         step("train", train, here, binaries=None, SHARDPLAN_PLANS=str(here / "plans"))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a job that torchrun starts, starts again after a rank has died, and ends by SIGTERM. It saves in the background every few steps, and begins with the
-newest checkpoint that is there.
+"""One rank of a job that torchrun starts, starts again after a rank has died, and ends by SIGTERM. It saves in the
+background every few steps, and begins with the newest checkpoint that is there.
 
     torchrun --nproc-per-node 2 --max-restarts 1 elastic.py --steps 12 --folder checkpoints --losses losses.jsonl
 """
@@ -33,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--folder", type=pathlib.Path, required=True, help="where checkpoints are")
-    parser.add_argument("--losses", type=pathlib.Path, required=True, help="what rank 0 appends its steps to, a line each")
+    parser.add_argument(
+        "--losses", type=pathlib.Path, required=True, help="what rank 0 appends its steps to, a line each"
+    )
     parser.add_argument("--die-at", type=int, help="rank 1 dies before this step, if the job was not started again yet")
     parser.add_argument("--wait-at", type=int, help="before this step the ranks wait for SIGTERM")
     args = parser.parse_args()

@@ -22,9 +22,15 @@ LIMIT_S = 200
 def start(folder: pathlib.Path, *more: str) -> subprocess.Popen:
     """Two ranks under torchrun, which starts them again once."""
     folder.mkdir(parents=True, exist_ok=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
-    job = ["elastic.py", "--steps", str(STEPS), "--folder", str(folder), "--losses", str(folder / "losses.jsonl"), *more]
-    # A store of each start's own: PyTorch 2.15's agent keeps one, whose old addresses Gloo finds when the ranks start again.
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
+        "--monitor-interval", "0.1",
+    ]
+    job = [
+        "elastic.py", "--steps", str(STEPS), "--folder", str(folder), "--losses", str(folder / "losses.jsonl"), *more,
+    ]
+    # A store of each start's own: PyTorch 2.15's agent keeps one, whose old addresses Gloo finds when the ranks start
+    # again.
     environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen([*torchrun, *job], cwd=HERE, env={**os.environ, **environment})
 
@@ -39,7 +45,11 @@ def main() -> int:
     codes = [start(undisturbed).wait(LIMIT_S)]
     first = start(disturbed, "--die-at", str(DIES_AT), "--wait-at", str(WAITS_AT))
     until = time.monotonic() + LIMIT_S
-    while first.poll() is None and time.monotonic() < until and not any(step["step"] == WAITS_AT - 1 for step in steps_of(disturbed)):
+    while (
+        first.poll() is None
+        and time.monotonic() < until
+        and not any(step["step"] == WAITS_AT - 1 for step in steps_of(disturbed))
+    ):
         time.sleep(0.1)
     first.send_signal(signal.SIGTERM)
     first.wait(LIMIT_S)
@@ -48,10 +58,18 @@ def main() -> int:
     expected = {step["step"]: step["loss"] for step in steps_of(undisturbed)}
     found = steps_of(disturbed)
     begins = list(dict.fromkeys(step["began_with"] for step in found))
-    print(f"rank 1 died before step {DIES_AT}: torchrun started the ranks again, which began with step {begins[1]}'s checkpoint")
+    print(
+        f"rank 1 died before step {DIES_AT}: torchrun started the ranks again, which began with step {begins[1]}'s "
+        "checkpoint"
+    )
     print(f"SIGTERM in step {WAITS_AT}: the job saved behind step {ended} and ended; it went on from step {begins[2]}")
-    same = sorted({step["step"] for step in found}) == list(range(STEPS)) and all(step["loss"] == expected[step["step"]] for step in found)
-    print(f"losses of {STEPS} steps: {'those' if same else 'NOT those'} of the job that nothing disturbed, digit for digit")
+    same = sorted({step["step"] for step in found}) == list(range(STEPS)) and all(
+        step["loss"] == expected[step["step"]] for step in found
+    )
+    print(
+        f"losses of {STEPS} steps: {'those' if same else 'NOT those'} of the job that nothing disturbed, digit for "
+        "digit"
+    )
     return 0 if same and codes == [0, 0] else 1
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accelerate shards on GPUs alone, and takes CPU ranks for DDP's. FSDP2 runs there: this tells accelerate so, to try the example without a GPU."""
+"""accelerate shards on GPUs alone, and takes CPU ranks for DDP's. FSDP2 runs there: this tells accelerate so, to try
+the example without a GPU."""
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType

@@ -10,7 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 class Prints(TrainerCallback):
     def on_log(self, arguments, state, control, logs=None, **_more):
         if state.is_world_process_zero and "loss" in logs:
-            print(f"step {state.global_step}: loss {float(logs['loss']):.6f}, gradient norm {float(logs['grad_norm']):.6f}")
+            print(
+                f"step {state.global_step}: loss {float(logs['loss']):.6f}, gradient norm "
+                f"{float(logs['grad_norm']):.6f}"
+            )
         if state.is_world_process_zero and "eval_loss" in logs:
             print(f"step {state.global_step}: evaluation {float(logs['eval_loss']):.6f}")
 
@@ -31,7 +34,10 @@ def main() -> None:
         shard_on_cpu()
     set_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+        LlamaConfig(
+            vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2,
+        )
     )
     trainer = Trainer(
         model=model,
@@ -48,7 +54,10 @@ def main() -> None:
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
             fsdp=True,
-            fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": False, "state_dict_type": "SHARDED_STATE_DICT"},
+            fsdp_config={
+                "fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "cpu_ram_efficient_loading": False, "state_dict_type": "SHARDED_STATE_DICT",
+            },
         ),
         train_dataset=samples(64, 1),
         eval_dataset=samples(8, 2),

@@ -18,7 +18,8 @@ import shardplan.torch as sp
 
 
 class LibTorchAdam(torch.optim.Optimizer):
-    """torch::optim::Adam, and AdamW with a decay, operator by operator: torch.optim's have lerp in place of two of them, which rounds in another way."""
+    """torch::optim::Adam, and AdamW with a decay, operator by operator: torch.optim's have lerp in place of two of
+    them, which rounds in another way."""
 
     def __init__(self, parameters, lr: float, decay: float) -> None:
         super().__init__(parameters, {"lr": lr, "decay": decay})
@@ -65,7 +66,9 @@ def main() -> None:
     model = sp.apply(gpt.Gpt(config).to(args.device), args.plan)
     optimizer = LibTorchAdam(model.parameters(), lr=args.lr, decay=0.01)
     for step in range(args.steps):
-        ids, targets = (batch.to(args.device) for batch in gpt.batch_of(tokens, config.context, step, rank * rows, rows))
+        ids, targets = (
+            batch.to(args.device) for batch in gpt.batch_of(tokens, config.context, step, rank * rows, rows)
+        )
         loss = gpt.loss_fn(model(ids), targets)
         loss.backward()
         optimizer.step()

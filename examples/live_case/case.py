@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from shardplan.conformance import Case, Forward
+from shardplan_conformance import Case, Forward
 
 
 class Layers(nn.Module):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule made by a script: layers are gathered one ahead, and the last layer stays gathered between its forward and its backward.
+"""A schedule made by a script: layers are gathered one ahead, and the last layer stays gathered between its forward and
+its backward.
 
     own_schedule.py TRACE CLUSTER PLAN    writes PLAN, after it has verified and simulated it
 """
@@ -19,8 +20,12 @@ def gather(at: plan.Place, layer: str) -> None:
 
 def use(at: plan.Place, layer: str) -> None:
     output, unsharded = f"{layer}.all_gather_output", f"{layer}.param_unsharded"
-    at.wait(f"{layer}.gathered", stream="compute").allocate(unsharded).copy_out(output, unsharded).bind_unsharded(unsharded)
-    at.record(f"{layer}.copied", stream="compute").wait(f"{layer}.copied", stream="gather").free(output, stream="gather")
+    at.wait(f"{layer}.gathered", stream="compute").allocate(unsharded).copy_out(output, unsharded).bind_unsharded(
+        unsharded
+    )
+    at.record(f"{layer}.copied", stream="compute").wait(f"{layer}.copied", stream="gather").free(
+        output, stream="gather"
+    )
 
 
 def drop(at: plan.Place, layer: str) -> None:
@@ -29,9 +34,13 @@ def drop(at: plan.Place, layer: str) -> None:
 
 def reduce(at: plan.Place, layer: str) -> None:
     made, given, taken = f"{layer}.grad_unsharded", f"{layer}.reduce_scatter_input", f"{layer}.reduce_scatter_output"
-    at.allocate(given).grad_copy_in(made, given).free(made).record(f"{layer}.ready", stream="compute").wait(f"{layer}.ready", stream="reduce")
+    at.allocate(given).grad_copy_in(made, given).free(made).record(f"{layer}.ready", stream="compute").wait(
+        f"{layer}.ready", stream="reduce"
+    )
     at.allocate(taken, stream="reduce").reduce_scatter(given, taken, stream="reduce")
-    at.grad_cast(taken, f"{layer}.grad_sharded", stream="reduce").free(taken, stream="reduce").record(f"{layer}.reduced", stream="reduce")
+    at.grad_cast(taken, f"{layer}.grad_sharded", stream="reduce").free(taken, stream="reduce").record(
+        f"{layer}.reduced", stream="reduce"
+    )
 
 
 def schedule(builder: plan.Builder) -> None:
@@ -50,7 +59,8 @@ def schedule(builder: plan.Builder) -> None:
             use(before, layer)
         if ahead:
             gather(before, ahead)
-        after = builder.at("post_backward", layer) if ahead else builder.at("backward_end")  # the inputs of the first need no gradient
+        # The inputs of the first need no gradient.
+        after = builder.at("post_backward", layer) if ahead else builder.at("backward_end")
         drop(after, layer)
         reduce(after, layer)
     for layer in LAYERS[::-1]:
@@ -64,7 +74,10 @@ def main(trace: str, cluster: str, path: str) -> None:
     for violation in made.verify():
         print(violation)
     report = made.simulate()
-    print(f"{made.document['policy']}: step {report['step_ns'] / 1e6:.1f} ms, peak {report['memory']['peak_bytes']:,} bytes, {len(made.verify())} violations")
+    print(
+        f"{made.document['policy']}: step {report['step_ns'] / 1e6:.1f} ms, peak {report['memory']['peak_bytes']:,} "
+        f"bytes, {len(made.verify())} violations"
+    )
     made.save(path)
 
 

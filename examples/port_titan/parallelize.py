@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's order: activation checkpointing, compilation, sharding. `shard` is fully_shard or shardplan.torch.unit."""
+"""torchtitan's order: activation checkpointing, compilation, sharding. `shard` is fully_shard or
+shardplan.torch.unit."""
 
 import torch
 import torch.nn as nn
@@ -28,7 +29,7 @@ def apply_fsdp(model: nn.Module, mesh, shard) -> None:
 
 
 def prefetch(model: nn.Module) -> None:
-    """As torchtitan sets it: each block gathers the next one early."""
+    """Each block gathers the next one early, as in torchtitan."""
     blocks = list(model.layers.values())
     model.tok_embeddings.set_modules_to_forward_prefetch([blocks[0]])
     for block, following in zip(blocks, blocks[1:]):

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the step of two GPTs on CPU ranks of this machine, or of a Llama on its GPU, trains them by the plan, and lays both side by side.
+"""Predicts the step of two GPTs on CPU ranks of this machine, or of a Llama on its GPU, trains them by the plan, and
+lays both side by side.
 
-    .venv/bin/python examples/predict_and_measure/predict_and_measure.py OUTPUT_FOLDER [--device cuda] [--runs 5] [--cluster here.json]
+    .venv/bin/python examples/predict_and_measure/predict_and_measure.py OUTPUT_FOLDER
+        [--device cuda] [--runs 5] [--cluster here.json]
 
-The machine is measured first, unless --cluster gives what was measured before: kernels and collectives one by one (`shardplan calibrate`), then other, smaller jobs, whose
-measured steps correct a few figures (`calibrate --from`). Nothing is fitted to the steps that are predicted. OUTPUT_FOLDER gets the cluster, and for each job trace, plan and
-the measured report of each run; table.md has the times. Standard output says whether the memory of a step is the plan's, to the byte. (On a GPU the allocator may give a request up to 1 MiB more.)
-Run it on a machine that does nothing else.
+The machine is measured first, unless --cluster gives an earlier measurement. Kernels and collectives are measured one
+by one (`shardplan calibrate`), then other, smaller jobs, whose steps correct a few figures (`calibrate --from`).
+Nothing is fitted to the steps that are predicted. OUTPUT_FOLDER gets the cluster, and for each job trace, plan and the
+measured report of each run; table.md has the times. Standard output says whether the memory of a step is the plan's, to
+the byte. On a GPU the allocator may give a request up to 1 MiB more. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -60,11 +63,15 @@ def train(rank: int, name: str, plan: str, store: str, report: str) -> None:
     else:
         torch.cuda.set_device(rank)
     backend = "gloo" if job.device == "cpu" else "nccl"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120)
+    )
     mesh = init_device_mesh(job.device, (ranks,))
     batches = batches_of(job, rank, 4)
     if job.device == "cpu":
-        sp.count_cpu_memory()  # what is there already is not the step's: a plan knows a step's own batch, not those that a loop keeps, nor the mesh's table of ranks
+        # Tensors that are there already are not the step's: a plan knows a step's own batch, not the loop's and not the
+        # mesh's table of ranks.
+        sp.count_cpu_memory()
     torch.manual_seed(7)
     with torch.device(job.device):
         model = job.make()
@@ -94,8 +101,13 @@ def measured(name: str, plan: pathlib.Path, report: pathlib.Path) -> dict:
 def predicted(name: str, cluster: pathlib.Path, folder: pathlib.Path) -> tuple[pathlib.Path, dict]:
     job = JOBS[name]
     trace, plan, report = (folder / f"{name}.{what}.json" for what in ("trace", "plan", "predicted"))
-    run("trace", f"jobs:{name}", "--batch", job.batch, "--seq", job.sequence, *TRACED[job.device], "-o", trace, cwd=HERE)
-    run("plan", trace, "--cluster", cluster, "--policy", "fsdp2", "--unit", job.unit, "--optimizer", job.planned_optimizer, *PLANNED[job.device], "-q", "-o", plan)
+    run(
+        "trace", f"jobs:{name}", "--batch", job.batch, "--seq", job.sequence, *TRACED[job.device], "-o", trace, cwd=HERE
+    )
+    run(
+        "plan", trace, "--cluster", cluster, "--policy", "fsdp2", "--unit", job.unit, "--optimizer",
+        job.planned_optimizer, *PLANNED[job.device], "-q", "-o", plan,
+    )
     run("simulate", plan, "--report", report)
     expected = json.loads(report.read_text())
     if job.device == "cuda":  # and what kernels take for themselves
@@ -110,7 +122,10 @@ def measured_machine(folder: pathlib.Path, device: str) -> pathlib.Path:
     say("measuring kernels and collectives (minutes)")
     kernels, cluster = folder / "kernels.json", folder / "here.json"
     threads = ("--threads", 1) if device == "cpu" else ()
-    run("calibrate", "--device", device, "--ranks", RANKS[device], *threads, "--measured", folder / "measurements.json", "-o", kernels)
+    run(
+        "calibrate", "--device", device, "--ranks", RANKS[device], *threads, "--measured", folder / "measurements.json",
+        "-o", kernels,
+    )
     plans, reports = [], []
     for name, job in JOBS.items():
         if job.reference and job.device == device:
@@ -119,7 +134,10 @@ def measured_machine(folder: pathlib.Path, device: str) -> pathlib.Path:
             for number in range(1, REFERENCE_RUNS + 1):
                 reports.append(folder / f"{name}.measured.{number}.json")
                 measured(name, plans[-1], reports[-1])
-    told = run("calibrate", "--from", *reports, "--plan", *plans, "--base", kernels, "--figures", FIGURES[device], "--name", "this machine", "-o", cluster)
+    told = run(
+        "calibrate", "--from", *reports, "--plan", *plans, "--base", kernels, "--figures", FIGURES[device], "--name",
+        "this machine", "-o", cluster,
+    )
     print(told, file=sys.stderr)
     return cluster
 
@@ -135,7 +153,10 @@ def row_of(name: str, expected: dict, reports: list[dict]) -> str:
         parameters = sum(p.numel() for p in JOBS[name].make().parameters())
     step, forecast = statistics.median(steps), expected["step_ns"]
     each = ", ".join(f"{ns / 1e6:.1f}" for ns in steps)
-    return f"| {name}, {parameters / 1e6:.1f} million parameters | {forecast / 1e6:.1f} | {step / 1e6:.1f} | {100 * (forecast / step - 1):+.1f} % | {each} |"
+    return (
+        f"| {name}, {parameters / 1e6:.1f} million parameters | {forecast / 1e6:.1f} | {step / 1e6:.1f} | "
+        f"{100 * (forecast / step - 1):+.1f} % | {each} |"
+    )
 
 
 def memory_of(name: str, expected: dict, reports: list[dict]) -> tuple[bool, str]:
@@ -145,31 +166,51 @@ def memory_of(name: str, expected: dict, reports: list[dict]) -> tuple[bool, str
         return True, f"{name}: peak of a step {of_plan} bytes, by the plan and measured"
     if JOBS[name].device == "cuda":
         blocks = [round((peak - of_plan) / SPLIT_BYTES, 2) for peak in peaks]
-        return abs(max(peaks) / of_plan - 1) < 0.01, f"{name}: peak of a step {of_plan} bytes by the plan, measured {', '.join(f'{more} MiB more' for more in blocks)}"
+        return (
+            abs(max(peaks) / of_plan - 1) < 0.01,
+            f"{name}: peak of a step {of_plan} bytes by the plan, measured "
+            f"{', '.join(f'{more} MiB more' for more in blocks)}",
+        )
     return False, f"{name}: peak of a step {of_plan} bytes by the plan, measured {', '.join(map(str, peaks))}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path, metavar="OUTPUT_FOLDER")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="two CPU ranks, or the first GPU (default: %(default)s)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="two CPU ranks, or the first GPU (default: %(default)s)",
+    )
     parser.add_argument("--runs", type=int, default=5, help="of each job (default: %(default)s)")
     parser.add_argument("--cluster", type=pathlib.Path, metavar="FILE", help="of this machine, instead of measuring it")
     parser.add_argument("--only", choices=sorted(JOBS), help="this job alone")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "examples" / "train_gpt"), os.environ.get("PYTHONPATH"))))  # of jobs.py, for the command
+    # For the command: jobs.py's.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(ROOT / "examples" / "train_gpt"), os.environ.get("PYTHONPATH")))
+    )
     arguments.folder.mkdir(parents=True, exist_ok=True)
     folder = arguments.folder.resolve()
     cluster = arguments.cluster.resolve() if arguments.cluster else measured_machine(folder, arguments.device)
     table = ["| job | predicted, ms | measured, ms | error | medians of the runs |", "|---|---|---|---|---|"]
     equal = True
-    for name in [arguments.only] if arguments.only else [name for name, job in JOBS.items() if not job.reference and job.device == arguments.device]:
+    for name in (
+        [arguments.only]
+        if arguments.only
+        else [name for name, job in JOBS.items() if not job.reference and job.device == arguments.device]
+    ):
         plan, expected = predicted(name, cluster, folder)
         reports = []
         for number in range(1, arguments.runs + 1):
             reports.append(measured(name, plan, folder / f"{name}.measured.{number}.json"))
-            say(f"{name}: run {number} of {arguments.runs}, step {statistics.median(reports[-1]['measured']['unrecorded_steps_ns']) / 1e6:.1f} ms, predicted {expected['step_ns'] / 1e6:.1f}")
+            say(
+                f"{name}: run {number} of {arguments.runs}, step "
+                f"{statistics.median(reports[-1]['measured']['unrecorded_steps_ns']) / 1e6:.1f} ms, predicted "
+                f"{expected['step_ns'] / 1e6:.1f}"
+            )
         table.append(row_of(name, expected, reports))
         same, line = memory_of(name, expected, reports)
         equal &= same

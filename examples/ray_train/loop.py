@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each worker runs: a loop of Ray Train as its users write it for FSDP2. `plan` is the port."""
+"""The function of each worker: a loop of Ray Train as its users write it for FSDP2. `plan` is the port."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def train(config: dict) -> None:
         report(losses, model, optimizer, (step + 1) % config["checkpoint_every"] == 0)
 
 
-def report(losses: list[float], model: torch.nn.Module, optimizer: torch.optim.Optimizer, with_checkpoint: bool) -> None:
+def report(
+    losses: list[float], model: torch.nn.Module, optimizer: torch.optim.Optimizer, with_checkpoint: bool
+) -> None:
     """Each worker hands over the files that it writes; Ray puts them together."""
     if not with_checkpoint:
         ray.train.report({"losses": losses})

@@ -16,9 +16,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 def optimizers(model: torch.nn.Module, kind: str) -> list[torch.optim.Optimizer]:
     if kind == "adamw":
         return [torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)]
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
+    matrices = [
+        p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name and "lm_head" not in name
+    ]
     chosen = set(matrices)
-    return [torch.optim.Muon(matrices, lr=2e-2), torch.optim.AdamW((p for p in model.parameters() if p not in chosen), lr=3e-4, fused=True)]
+    return [
+        torch.optim.Muon(matrices, lr=2e-2),
+        torch.optim.AdamW((p for p in model.parameters() if p not in chosen), lr=3e-4, fused=True),
+    ]
 
 
 def main() -> None:
@@ -39,7 +44,11 @@ def main() -> None:
     if arguments.float8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True), module_filter_fn=lambda _, name: name != "lm_head")
+        convert_to_float8_training(
+            model,
+            config=Float8LinearConfig(enable_fsdp_float8_all_gather=True),
+            module_filter_fn=lambda _, name: name != "lm_head",
+        )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         if arguments.compile:
@@ -58,7 +67,10 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0:
-            print(f"step {step} loss {loss.item():.3f} peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB", flush=True)
+            print(
+                f"step {step} loss {loss.item():.3f} peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of torchtitan's gpt_oss with flex attention: --module titan_flex --config gpt_oss_20b. Its own take FlashAttention 3, a package beside torch."""
+"""Configurations of torchtitan's gpt_oss with flex attention: --module titan_flex --config gpt_oss_20b. Its own take
+FlashAttention 3, a package beside torch."""
 
 from torchtitan.models.gpt_oss import config_registry, model_registry
 from torchtitan.trainer import Trainer

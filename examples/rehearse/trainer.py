@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama 8B with the Hugging Face Trainer on accelerate's FSDP2: torchrun --nproc_per_node 8 trainer.py, or accelerate launch."""
+"""Llama 8B with the Hugging Face Trainer on accelerate's FSDP2: torchrun --nproc_per_node 8 trainer.py, or accelerate
+launch."""
 
 import llama
 import torch
@@ -28,7 +29,9 @@ def main() -> None:
         logging_steps=1,
         dataloader_num_workers=2,
         fsdp="full_shard auto_wrap",
-        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "activation_checkpointing": True},
+        fsdp_config={
+            "version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "activation_checkpointing": True,
+        },
     )
     Trainer(llama.model(), arguments, train_dataset=RandomTokens()).train()
 

@@ -26,7 +26,9 @@ def main() -> None:
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
-        print(f"step {step} loss {loss.item():.3f} peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB", flush=True)
+        print(
+            f"step {step} loss {loss.item():.3f} peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job: some steps of a small GPT by a plan, that begin with a checkpoint and leave one. Its ranks share the rows of each batch, so jobs
-with different numbers of ranks train the same.
+"""One job: some steps of a small GPT by a plan, that begin with a checkpoint and leave one. Its ranks share the rows of
+each batch, so jobs with different numbers of ranks train the same.
 
     restart.py --plan plan.json --ranks 3 --steps 3 6 --load step_3 --losses losses.json
 """
@@ -52,7 +52,11 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
         saving.wait()
     if rank == 0:
         pathlib.Path(args.losses).write_text(json.dumps(losses))
-        print(f"{args.ranks} ranks, steps {args.steps[0]} to {int(args.steps[1]) - 1}" + (" after loading" if args.load else ""), flush=True)
+        print(
+            f"{args.ranks} ranks, steps {args.steps[0]} to {int(args.steps[1]) - 1}"
+            + (" after loading" if args.load else ""),
+            flush=True,
+        )
         if saving is not None:
             print({name: round(value, 4) for name, value in saving.cost().items()}, file=sys.stderr)
     dist.barrier()
@@ -67,7 +71,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--steps", nargs=2, metavar=("FIRST", "END"), required=True)
     parser.add_argument("--load", help="checkpoint to begin with")
-    parser.add_argument("--save", nargs=2, metavar=("STEP", "FOLDER"), help="saves the state before that step, while it runs")
+    parser.add_argument(
+        "--save", nargs=2, metavar=("STEP", "FOLDER"), help="saves the state before that step, while it runs"
+    )
     parser.add_argument("--losses", required=True, help="where the losses go")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sweep on a Ray cluster: every task is a part of it, wherever Ray puts the task, and its rows come back as text.
 
-on_ray.py PARTS OUTPUT.csv ARGUMENTS...: ARGUMENTS as for `shardplan sweep`. The command has to be installed on every node; traces are given by a path
-that all of them see.
+on_ray.py PARTS OUTPUT.csv ARGUMENTS...: ARGUMENTS as for `shardplan sweep`. The command has to be installed on every
+node; traces are given by a path that all of them see.
 """
 
 import os
@@ -20,7 +20,9 @@ def part(number: int, parts: int, arguments: list[str]) -> str:
         rows = Path(folder) / "rows.csv"
         own = ["-o", str(rows), "--part", f"{number}/{parts}", "--jobs", "1", "-q"]
         cut = arguments.index("--") if "--" in arguments else len(arguments)
-        done = subprocess.run(["shardplan", "sweep", *arguments[:cut], *own, *arguments[cut:]], capture_output=True, text=True)
+        done = subprocess.run(
+            ["shardplan", "sweep", *arguments[:cut], *own, *arguments[cut:]], capture_output=True, text=True
+        )
         if done.returncode not in (0, 1):  # 1: nothing of this part fits
             raise RuntimeError(f"part {number} of {parts}: exit code {done.returncode}\n{done.stderr}")
         return rows.read_text()

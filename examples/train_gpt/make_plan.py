@@ -23,7 +23,7 @@ def shardplan_command() -> str:
 
 
 def run(*arguments: object, cwd: pathlib.Path = HERE) -> str:
-    """What the command says on standard error."""
+    """Runs the command; returns its standard error."""
     paths = [str(cwd), str(ROOT / "tools" / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(

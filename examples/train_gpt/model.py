@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small GPT: what the example trains and what the adapter's tests compare with real FSDP2.
 
-Its shapes are deliberately awkward: the vocabulary and most first dimensions do not divide by 2 or 3, the head is tied
+Its shapes are deliberately awkward. The vocabulary and most first dimensions do not divide by 2 or 3, the head is tied
 to the token embedding, and LayerNorm and biases give the units small one-dimensional parameters.
 """
 

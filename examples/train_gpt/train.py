@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small GPT on the same batches twice, side by side on the same ranks: once by replaying a shardplan plan, once
-with PyTorch's own FSDP2 (fully_shard). Prints both losses each step and compares every parameter at the end.
+"""Trains a small GPT on the same batches twice, side by side on the same ranks: once by replaying a shardplan plan,
+once with PyTorch's own FSDP2 (fully_shard). Prints both losses each step and compares every parameter at the end.
 
     .venv/bin/python examples/train_gpt/train.py --steps 20 --ranks 2 --plan plan.json
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <map>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/printable.h"
 
 namespace shardplan::run {
@@ -40,12 +41,10 @@ std::string CollectiveLines(const Plan& plan) {
   std::map<std::string, Total> totals;
   for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {
     for (const Instruction& i : trigger.instructions) {
-      const bool gather = i.kind == InstructionKind::kAllGather;
-      if (!gather && i.kind != InstructionKind::kReduceScatter && i.kind != InstructionKind::kAllReduce)
-        continue;
+      if (!IsCollective(i.kind)) continue;
       Total& total = totals[fmt::format("{} on {}", Name(i.kind), plan.communicators[i.communicator].name)];
       ++total.count;
-      total.bytes += SizeBytes(plan.buffers[gather ? i.dst : i.src]);
+      total.bytes += SizeBytes(plan.buffers[FullTensorOf(i)]);
     }
   }
   std::string lines;

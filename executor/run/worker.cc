@@ -17,6 +17,7 @@
 #include "shardplan/executor/peers.h"
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/step_recorder.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
 #include "torch/bounded_store.h"
@@ -36,9 +37,9 @@ class Meter final : public executor::Observer {
   explicit Meter(PeakMeter& peak) : peak_(peak) {}
   void BeforeInstruction(const Instruction&) override { begin_ = Clock::now(); }
   void AfterInstruction(const Instruction& i) override {
-    using enum InstructionKind;
-    const bool waits = i.kind == kWait || i.kind == kHostWait || i.kind == kAllGather ||
-                       i.kind == kReduceScatter || i.kind == kAllReduce;
+    const OrderEffect order = DescriptionOf(i.kind).order;
+    const bool waits =
+        order == OrderEffect::kWaits || order == OrderEffect::kHostWaits || order == OrderEffect::kMeets;
     if (waits) waiting_ns_ += Since(begin_);
     peak_.Look();
   }

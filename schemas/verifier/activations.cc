@@ -10,10 +10,6 @@
 
 namespace shardplan::verifier {
 
-bool IsActivation(BufferRole role) {
-  return role == BufferRole::kActivation || role == BufferRole::kActivationHost;
-}
-
 std::string WhatIsWrongWithStorages(const Plan& plan, const Buffer& buffer) {
   if (!IsActivation(buffer.role)) {
     return buffer.storages.empty() ? "" : fmt::format("role {} has no storages", Name(buffer.role));

@@ -15,8 +15,6 @@
 
 namespace shardplan::verifier {
 
-bool IsActivation(BufferRole role);
-
 // ---- rules: "" where they hold ----
 
 // Rule reference: a buffer has storages if its role says so, one a part, as large as a segment makes it; no

@@ -18,7 +18,7 @@ GroupKey KeyOf(const Communicator& c, std::int64_t rank) {
 }
 
 CollectiveCall MakeCall(const Plan& plan, const Instruction& i, Position at) {
-  const BufferId full = i.kind == InstructionKind::kAllGather ? i.dst : i.src;
+  const BufferId full = FullTensorOf(i);
   return {.at = at,
           .kind = i.kind,
           .reduce_op = i.kind == InstructionKind::kAllGather ? ReduceOp::kSum : i.reduce_op,

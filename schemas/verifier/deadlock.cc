@@ -8,6 +8,7 @@
 #include <set>
 
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "verifier/collectives.h"
 
 namespace shardplan::verifier {
@@ -88,48 +89,30 @@ class RankRun {
   }
 
   static bool Issue(RankState& state, const Instruction& i, Position at) {
-    switch (i.kind) {
-      case InstructionKind::kRecord:
+    switch (DescriptionOf(i.kind).order) {
+      case OrderEffect::kRecords:
         state.latest_record[i.event] = static_cast<std::int32_t>(state.record_done.size());
         state.records.push_back({Item::Kind::kRecord, state.latest_record[i.event], at});
         state.record_stream.push_back(i.stream);
         state.streams[i.stream].push_back(state.records.back());
         state.record_done.push_back(false);
         return true;
-      case InstructionKind::kWait:
+      case OrderEffect::kWaits:
         if (state.latest_record[i.event] >= 0) {
           state.streams[i.stream].push_back({Item::Kind::kWait, state.latest_record[i.event], at});
         }
         return true;
-      case InstructionKind::kHostWait: {
+      case OrderEffect::kHostWaits: {
         const std::int32_t record = state.latest_record[i.event];
         const bool blocked = record >= 0 && !state.record_done[record];
         state.host_waits_for = blocked ? record : -1;
         state.host_at = at;
         return !blocked;
       }
-      case InstructionKind::kAllGather:
-      case InstructionKind::kReduceScatter:
-      case InstructionKind::kAllReduce:
+      case OrderEffect::kMeets:
         state.streams[i.stream].push_back({Item::Kind::kCollective, state.issued_calls++, at});
         return true;
-      case InstructionKind::kCompute:
-      case InstructionKind::kAllocate:
-      case InstructionKind::kFree:
-      case InstructionKind::kBindUnsharded:
-      case InstructionKind::kBindSharded:
-      case InstructionKind::kCopyIn:
-      case InstructionKind::kCopyOut:
-      case InstructionKind::kReshardPostForward:
-      case InstructionKind::kGradCopyIn:
-      case InstructionKind::kGradScale:
-      case InstructionKind::kGradZero:
-      case InstructionKind::kGradCast:
-      case InstructionKind::kGradAccumulate:
-      case InstructionKind::kCopyToHost:
-      case InstructionKind::kCopyToDevice:
-      case InstructionKind::kOptimizerStep:
-      case InstructionKind::kZeroGrad:
+      case OrderEffect::kNone:
         return true;  // finishes as soon as it is first in its stream
     }
     return true;

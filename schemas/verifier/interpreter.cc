@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/program.h"
 #include "verifier/layout.h"
 #include "verifier/references.h"
@@ -62,7 +63,7 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
   for (const PlanStep& step : plan.steps) {
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) {
-        if (i.kind != InstructionKind::kBindUnsharded && i.kind != InstructionKind::kBindSharded) continue;
+        if (DescriptionOf(i.kind).family != InstructionFamily::kBind) continue;
         if (i.unit >= 0 && i.unit < std::ssize(plan.units)) needs_binding_[i.unit] = true;
       }
     }
@@ -101,47 +102,46 @@ void Interpreter::RunStep(std::int32_t step) {
 }
 
 void Interpreter::Run(const Instruction& i, Position at) {
-  using enum InstructionKind;
-  switch (i.kind) {
-    case kCompute:
-      return RunCompute(i, at);
-    case kAllocate:
-      if (plan_.buffers[i.dst].role == BufferRole::kActivation) {
-        activations_.Make(i.dst);
-        compute_.Take(plan_.buffers[i.dst].storages, MicrobatchOfTrigger(at), /*there=*/true);
-      }
-      return memory_.Allocate(i.dst, i.stream < 0 ? clocks_.host() : i.stream, at);
-    case kFree:
-      return Free(i.src, i.parts, i.safe_after, at);
-    case kBindUnsharded:
-    case kBindSharded:
+  switch (DescriptionOf(i.kind).family) {
+    case InstructionFamily::kMemory:
+      return RunMemory(i, at);
+    case InstructionFamily::kBind:
       return Bind(i, at);
-    case kCopyIn:
-    case kAllGather:
-    case kCopyOut:
-    case kReshardPostForward:
-      return RunUnshard(i, at);
-    case kGradCopyIn:
-    case kGradScale:
-    case kReduceScatter:
-    case kAllReduce:
-    case kGradCast:
-    case kGradAccumulate:
-      return RunGradient(i, at);
-    case kGradZero:
-      return RunGradZero(i, at);
-    case kCopyToHost:
-    case kCopyToDevice:
-      return RunCopy(i, at);
-    case kRecord:
-    case kWait:
-    case kHostWait:
+    case InstructionFamily::kOrder:
       return RunOrder(i, at);
-    case kOptimizerStep:
-      return RunOptimizer(i, at);
-    case kZeroGrad:
-      return RunZeroGrad(i, at);
+    case InstructionFamily::kCompute:
+    case InstructionFamily::kCopy:
+    case InstructionFamily::kCollective:
+    case InstructionFamily::kScale:
+    case InstructionFamily::kOptimizer:
+      break;
   }
+  switch (DescriptionOf(i.kind).value) {
+    case ValueEffect::kComputes:
+      return RunCompute(i, at);
+    case ValueEffect::kUnshards:
+      return RunUnshard(i, at);
+    case ValueEffect::kReduces:
+      return RunGradient(i, at);
+    case ValueEffect::kFillsZeros:
+      return RunGradZero(i, at);
+    case ValueEffect::kMovesMemory:
+      return RunCopy(i, at);
+    case ValueEffect::kSteps:
+      return RunOptimizer(i, at);
+    case ValueEffect::kNone:
+      break;
+  }
+  if (DescriptionOf(i.kind).lifetime == LifetimeEffect::kDrops) RunZeroGrad(i, at);
+}
+
+void Interpreter::RunMemory(const Instruction& i, Position at) {
+  if (DescriptionOf(i.kind).lifetime == LifetimeEffect::kEnds) return Free(i.src, i.parts, i.safe_after, at);
+  if (IsActivation(plan_.buffers[i.dst].role)) {
+    activations_.Make(i.dst);
+    compute_.Take(plan_.buffers[i.dst].storages, MicrobatchOfTrigger(at), /*there=*/true);
+  }
+  memory_.Allocate(i.dst, i.stream < 0 ? clocks_.host() : i.stream, at);
 }
 
 bool Interpreter::IsSingleRank(UnitId unit) const {
@@ -269,7 +269,7 @@ void Interpreter::Release(BufferId grad, Position at) {
 }
 
 bool Interpreter::IsView(const Instruction& i) const {
-  return i.kind == InstructionKind::kGradCast && memory_.IsAlive(i.src) &&
+  return DescriptionOf(i.kind).lifetime == LifetimeEffect::kView && memory_.IsAlive(i.src) &&
          MakesView(plan_, i, memory_.IsAlive(i.dst));
 }
 
@@ -307,14 +307,15 @@ void Interpreter::Age(const Instruction& i, Position at) {
 
 void Interpreter::RunUnshard(const Instruction& i, Position at) {
   const Work work = Issue(i, at);
-  const bool in_place = i.kind == InstructionKind::kAllGather && i.src == i.dst;
-  const BufferId other = i.kind == InstructionKind::kAllGather ? -1 : i.dst;
+  const bool gathers = IsCollective(i.kind);
+  const bool in_place = gathers && i.src == i.dst;
+  const BufferId other = gathers ? -1 : i.dst;
   memory_.Read(i.src, work, in_place ? Content::kOwnSlot : Content::kEverything, Rule::kReadBeforeWrite,
                other);
   CutPieces(i, at);
   Age(i, at);
   if (!memory_.Write(i.dst, work)) return;
-  const bool slot_only = i.kind == InstructionKind::kCopyIn &&
+  const bool slot_only = DescriptionOf(i.kind).movement == Movement::kToSlot &&
                          plan_.buffers[i.dst].role != BufferRole::kAllGatherInput &&
                          !IsSingleRank(plan_.buffers[i.dst].unit);
   const Content content = slot_only ? Content::kOwnSlot : Content::kEverything;
@@ -329,13 +330,13 @@ void Interpreter::RunGradient(const Instruction& i, Position at) {
   }
   const Work work = Issue(i, at);
   const bool readable = memory_.Read(i.src, work);
-  if (i.kind == InstructionKind::kGradScale || i.kind == InstructionKind::kAllReduce) {  // in place
+  if (!Has(DescriptionOf(i.kind).dst)) {  // in place
     if (!readable) return;
     memory_.Write(i.src, work);
     gradients_.Change(i, at);
     return;
   }
-  const bool adds = i.kind == InstructionKind::kGradAccumulate && memory_.IsAlive(i.dst) &&
+  const bool adds = DescriptionOf(i.kind).arithmetic == Arithmetic::kAdd && memory_.IsAlive(i.dst) &&
                     memory_.ContentOf(i.dst) == Content::kEverything;
   if (adds) memory_.Read(i.dst, work);
   if (!memory_.Write(i.dst, work)) return;
@@ -365,11 +366,12 @@ void Interpreter::RunCopy(const Instruction& i, Position at) {
 }
 
 void Interpreter::RunOrder(const Instruction& i, Position at) {
-  if (i.kind == InstructionKind::kRecord) {
+  const OrderEffect order = DescriptionOf(i.kind).order;
+  if (order == OrderEffect::kRecords) {
     clocks_.Record(i.event, i.stream);
     return;
   }
-  const bool host = i.kind == InstructionKind::kHostWait;
+  const bool host = order == OrderEffect::kHostWaits;
   if (WaitBeforeRecord(clocks_, i.event)) {
     words_.WaitedForNothing(i.event, at);
     if (!host) clocks_.MarkStuck(i.stream, at);

@@ -33,6 +33,7 @@ class Interpreter {
 
  private:
   void Run(const Instruction& i, Position at);
+  void RunMemory(const Instruction& i, Position at);
   void RunCompute(const Instruction& i, Position at);
   void RunUnshard(const Instruction& i, Position at);
   void RunGradient(const Instruction& i, Position at);

@@ -22,30 +22,6 @@ std::int64_t SizeOf(const Plan& plan, CommunicatorId communicator) {
   return communicator < 0 ? 1 : plan.communicators[communicator].size;
 }
 
-// The dtype that a parameter is gathered in; the first tensor's where an extension makes several.
-DType GatheredDType(const Unit& unit, const UnitParameter& parameter) {
-  return parameter.gathered.empty() ? ComputeDType(unit, parameter) : parameter.gathered.front().dtype;
-}
-
-// Whether the buffer holds what is gathered: of an all-gather input, not a copy of the shard on the device.
-bool HoldsGathered(const Unit& unit, const Buffer& buffer) {
-  switch (buffer.role) {
-    case kParamUnsharded:
-    case kParamPostForwardShard:
-    case kAllGatherOutput:
-      return true;
-    case kAllGatherInput:
-      return buffer.dtype == unit.param_dtype;
-    default:
-      return false;
-  }
-}
-
-DType DTypeIn(const Unit& unit, const UnitParameter& parameter, const Buffer& buffer) {
-  if (buffer.role == kParamSharded) return parameter.dtype;
-  return HoldsGathered(unit, buffer) ? GatheredDType(unit, parameter) : buffer.dtype;
-}
-
 // One piece of a parameter of `pieces`, or all of it, in bytes.
 std::int64_t BytesIn(const Plan& plan, const Buffer& buffer, std::int32_t p, std::int64_t pieces) {
   const Unit& unit = plan.units[buffer.unit];
@@ -75,12 +51,6 @@ std::string Unlike(const std::vector<Bytes>& found, const std::vector<std::int64
   if (Sizes(found) == expected) return {};
   return fmt::format("parts of {} bytes, and not of {}", fmt::join(Sizes(found), ", "),
                      fmt::join(expected, ", "));
-}
-
-// Buffers that modules and optimizers see have a part for each parameter.
-bool IsByParameter(BufferRole role) {
-  return role == kParamSharded || role == kParamUnsharded || role == kGradUnsharded || role == kGradSharded ||
-         role == kGradHost;
 }
 
 // An offloaded shard of a parameter with an all-gather extension, on the device, before the extension sees
@@ -184,14 +154,14 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer, bool is_zeroed) 
   const bool flat = unit.layout == LayoutKind::kFlat;
   const DType computed = unit.param_dtype;
   const DType reduced = ReducedIn(plan, unit);
-  switch (buffer.role) {
-    case kGradUnsharded: {
+  switch (DescriptionOf(buffer.role).dtype) {
+    case RoleDType::kMade: {
       if (flat && plan.strategy.fsdp1.full_precision_in_eval && buffer.dtype == unit.orig_dtype) return true;
       const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
       return std::ranges::any_of(
           held, [&](std::int32_t p) { return buffer.dtype == MadeGradDType(unit, unit.parameters[p]); });
     }
-    case kGradUnshardedAccumulated: {
+    case RoleDType::kAccumulated: {
       // Sums of one in the low precision and one in the other are in the other.
       if (flat) return IsOneOf(buffer.dtype, {computed, unit.orig_dtype});
       // One that is cut along another dimension than the first is put in order before it is cast.
@@ -203,23 +173,24 @@ bool IsDTypeOfGradients(const Plan& plan, const Buffer& buffer, bool is_zeroed) 
         return is_zeroed && buffer.dtype == ComputeDType(unit, parameter);  // zeros are made of the parameter
       });
     }
-    case kReduceScatterOutput:  // cast before it is copied to the host
+    case RoleDType::kReducedOrShardedGrad:  // cast before it is copied to the host
       if (IsShardedGradDType(plan, buffer)) return true;
       [[fallthrough]];
-    case kReduceScatterInput:
-    case kPartialReduceOutput:
-    case kInnerReduceOutput:
-    case kInnerReduceAccumulated:
+    case RoleDType::kReduced:
       return IsOneOf(buffer.dtype,
                      {reduced, unit.reduce_dtype, ReduceDTypeOf(unit, ParametersOf(plan, buffer))});
-    case kGradSharded:
+    case RoleDType::kShardedGradOrReduced:
       return IsShardedGradDType(plan, buffer) ||
              (flat && SomeKeepLowPrecision(plan.strategy) && IsOneOf(buffer.dtype, {computed, reduced}));
-    case kGradHost:
+    case RoleDType::kShardedGrad:
       return IsShardedGradDType(plan, buffer);
-    default:
+    case RoleDType::kAny:
+    case RoleDType::kOriginal:
+    case RoleDType::kGathered:
+    case RoleDType::kGatheredOrOriginal:
       return true;
   }
+  return true;
 }
 
 // Uses of a buffer by the steps.
@@ -256,8 +227,8 @@ std::string PartsCutInto(const Plan& plan, const Buffer& buffer, std::int64_t pi
   for (const std::int32_t p : ParametersOf(plan, buffer)) {
     expected.push_back(BytesIn(plan, buffer, p, pieces));
   }
-  const bool gathered = ArrangementOf(buffer.role) == Arrangement::kGathered;
-  if (buffer.parts_bytes.size() == 1 && !IsByParameter(buffer.role)) {
+  const bool gathered = ArrangementOf(buffer.role) == Arrangement::kSlots;
+  if (buffer.parts_bytes.size() == 1 && DescriptionOf(buffer.role).parts != RoleParts::kByParameter) {
     const std::int64_t all = std::accumulate(expected.begin(), expected.end(), std::int64_t{0});
     expected = {all * (gathered ? pieces : 1)};
   } else if (gathered) {
@@ -285,37 +256,6 @@ DType ReducedIn(const Plan& plan, const Unit& unit) {
       return unit.reduce_dtype;
   }
 }
-
-Arrangement ArrangementOf(BufferRole role) {
-  switch (role) {
-    case kParamSharded:
-    case kParamPostForwardShard:
-    case kAllGatherInput:
-    case kReduceScatterOutput:
-    case kPartialReduceOutput:
-    case kGradSharded:
-    case kGradHost:
-      return Arrangement::kShard;
-    case kAllGatherOutput:
-    case kReduceScatterInput:
-    case kInnerReduceOutput:
-    case kInnerReduceAccumulated:
-      return Arrangement::kGathered;
-    case kParamUnsharded:
-    case kGradUnsharded:
-    case kGradUnshardedAccumulated:
-      return Arrangement::kWhole;
-    default:
-      return Arrangement::kNone;
-  }
-}
-
-bool IsParameterRole(BufferRole role) {
-  return role == kParamSharded || role == kParamUnsharded || role == kParamPostForwardShard ||
-         role == kAllGatherInput || role == kAllGatherOutput;
-}
-
-bool IsOnHost(const Buffer& buffer) { return buffer.memory != MemoryKind::kDevice; }
 
 std::string LayoutOfParts(const Plan& plan, const Buffer& buffer) {
   const bool has_layout = ArrangementOf(buffer.role) != Arrangement::kNone;
@@ -346,20 +286,15 @@ std::string LayoutOfDType(const Plan& plan, const Buffer& buffer, bool is_zeroed
 
 std::string LayoutOfMemory(const Plan& /*plan*/, const Buffer& buffer) {
   const bool on_host = IsOnHost(buffer);
-  switch (buffer.role) {
-    case kGradHost:
-    case kActivationHost:
+  switch (DescriptionOf(buffer.role).memory) {
+    case RoleMemory::kHost:
       return on_host ? "" : "memory of the device";
-    case kParamSharded:    // offloaded
-    case kParamUnsharded:  // a whole copy for the user
-    case kOptimizerState:
-    case kOptimizerTemp:
-    case kOrderCheck:
-    case kModelBuffer:
-      return {};
-    default:
+    case RoleMemory::kDevice:
       return on_host ? "memory of the host" : "";
+    case RoleMemory::kEither:  // offloaded, or a whole copy for the user
+      return {};
   }
+  return {};
 }
 
 bool LayoutOfUnfilled(const Buffer& buffer, bool is_allocated, bool is_touched) {

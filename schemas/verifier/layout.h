@@ -2,30 +2,20 @@
 // The contents of a buffer follow from its role and its unit's layout, and so do its size and its dtype. A
 // copy moves a parameter from where it lies in src to where it lies in dst; a collective knows no parameters
 // and moves what is there.
-//
-// [Note: arrangements]
-// kShard: the padded pieces of one rank, parameter by parameter. kGathered: such pieces of all ranks of a
-// group, rank by rank. (The input of the first of two levels of reductions has the pieces in the order in
-// which the ranks come out: InnerSlot in layout.h of schemas.) kWhole: each parameter as it is (padded at its
-// end). The pieces of a flat unit are equal and lie one after the other, so that what is gathered is whole.
-// So is one parameter that is cut along its first dimension, and everything on one rank.
+// [Note: arrangements] in buffer_roles.h says how parameters lie in it.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "shardplan/schemas/buffer_roles.h"
 #include "shardplan/schemas/plan.h"
 #include "verifier/clocks.h"
 #include "verifier/words/report.h"
 
 namespace shardplan::verifier {
 
-enum class Arrangement : std::uint8_t { kNone, kShard, kGathered, kWhole };
-// kNone: the role holds neither parameters nor gradients of a unit.
-Arrangement ArrangementOf(BufferRole role);
-bool IsParameterRole(BufferRole role);
-bool IsOnHost(const Buffer& buffer);
 // fsdp1: whether the optimizer gets the gradients of some units, or of all that compute in a lower precision,
 // in that (keep_low_precision_grads).
 bool SomeKeepLowPrecision(const Strategy& strategy);

@@ -10,20 +10,22 @@ namespace shardplan::verifier {
 
 namespace {
 
-// The content of memory that is there before the first step: shards, the model's own, what ranks compare. The
-// gradient rules know that there are no reduced gradients.
+// The content of memory that is there before the first step. The gradient rules know that it holds no reduced
+// gradients.
 Content ContentAtFirst(BufferRole role) {
-  switch (role) {
-    case BufferRole::kParamSharded:
-    case BufferRole::kModelBuffer:
-    case BufferRole::kOrderCheck:
-    case BufferRole::kGradSharded:
-    case BufferRole::kGradHost:
-    case BufferRole::kOptimizerState:
+  switch (LifetimeOf(role)) {
+    case RoleLifetime::kState:
+    case RoleLifetime::kPersistent:
       return Content::kEverything;
-    default:
+    case RoleLifetime::kScratch:
+    case RoleLifetime::kUnsharded:
+    case RoleLifetime::kBackward:
+    case RoleLifetime::kAccumulated:
+    case RoleLifetime::kPasses:
+    case RoleLifetime::kOptimizer:
       return Content::kNothing;
   }
+  return Content::kNothing;
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"
 #include "verifier/activations.h"
 #include "verifier/layout.h"
@@ -80,7 +81,7 @@ std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view
   if (of_inner != IsInnerReduced(to.role)) {
     return fmt::format("only {} makes the one of the other", Name(kReduceScatter));
   }
-  if (one_rank || both_whole || of_inner || (a == b && a != Arrangement::kGathered)) return {};
+  if (one_rank || both_whole || of_inner || (a == b && a != Arrangement::kSlots)) return {};
   const auto differ = [&] {
     return fmt::format("{} cannot become {}", a == Arrangement::kShard ? "a shard" : "what all ranks have",
                        b == Arrangement::kShard ? "a shard" : "it arranged otherwise");
@@ -88,15 +89,15 @@ std::string LayoutOfCopy(const Plan& plan, const Instruction& copy, bool is_view
   if (is_view) return differ();
   const bool parameters = IsParameterRole(from.role) && IsParameterRole(to.role);
   if (a == Arrangement::kShard) {  // into this rank's slot
-    const bool slot = parameters && (b == Arrangement::kGathered || flat);
+    const bool slot = parameters && (b == Arrangement::kSlots || flat);
     return slot && copy.kind != kCopyOut ? std::string() : differ();
   }
   if (b == Arrangement::kShard) {
     const bool kept = parameters && copy.kind == kReshardPostForward && a == Arrangement::kWhole;
     return kept ? std::string() : differ();
   }
-  const bool out = parameters && a == Arrangement::kGathered && b == Arrangement::kWhole;
-  const bool in = !parameters && a == Arrangement::kWhole && b == Arrangement::kGathered;
+  const bool out = parameters && a == Arrangement::kSlots && b == Arrangement::kWhole;
+  const bool in = !parameters && a == Arrangement::kWhole && b == Arrangement::kSlots;
   return out || in ? std::string() : differ();
 }
 
@@ -154,7 +155,7 @@ std::string ReducedOtherwise(const Plan& plan, const Instruction& i, const Buffe
 
 std::string LayoutOfCollective(const Plan& plan, const Instruction& i) {
   const Buffer& from = plan.buffers[i.src];
-  const Buffer& to = plan.buffers[i.kind == kAllReduce ? i.src : i.dst];
+  const Buffer& to = plan.buffers[Has(DescriptionOf(i.kind).dst) ? i.dst : i.src];
   const std::int64_t ranks = plan.communicators[i.communicator].size;
   for (const Buffer* buffer : {&from, &to}) {
     if (buffer->parts_bytes.size() != 1) {
@@ -199,11 +200,10 @@ std::string LayoutOfReach(const Plan& plan, const Instruction& i, bool is_view) 
 }
 
 void CheckMovement(const Plan& plan, const Instruction& i, bool is_view, Position at, Reporter& reporter) {
-  const bool collective = i.kind == kAllGather || i.kind == kReduceScatter || i.kind == kAllReduce;
-  const bool copies = i.kind == kCopyIn || i.kind == kCopyOut || i.kind == kReshardPostForward ||
-                      i.kind == kGradCopyIn || i.kind == kGradCast || i.kind == kGradAccumulate ||
-                      i.kind == kCopyToHost || i.kind == kCopyToDevice;
-  if (!collective && !copies && i.kind != kGradScale && i.kind != kGradZero) return;
+  const InstructionFamily family = DescriptionOf(i.kind).family;
+  const bool collective = family == InstructionFamily::kCollective;
+  const bool copies = family == InstructionFamily::kCopy;
+  if (!collective && !copies && family != InstructionFamily::kScale) return;
   std::string wrong = collective ? LayoutOfCollective(plan, i) : std::string();
   if (copies) {
     wrong = LayoutOfCopy(plan, i, is_view);

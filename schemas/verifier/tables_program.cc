@@ -9,6 +9,7 @@
 #include <span>
 #include <variant>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/program.h"
@@ -142,8 +143,9 @@ std::int32_t WaitBeforeRecordInProcedure(const Procedure& procedure) {
   std::set<EventId> recorded;
   for (std::size_t k = 0; k < procedure.instructions.size(); ++k) {
     const Instruction& i = procedure.instructions[k];
-    if (i.kind == InstructionKind::kRecord) recorded.insert(i.event);
-    const bool waits = i.kind == InstructionKind::kWait || i.kind == InstructionKind::kHostWait;
+    if (DescriptionOf(i.kind).order == OrderEffect::kRecords) recorded.insert(i.event);
+    const OrderEffect order = DescriptionOf(i.kind).order;
+    const bool waits = order == OrderEffect::kWaits || order == OrderEffect::kHostWaits;
     if (waits && !recorded.contains(i.event)) return static_cast<std::int32_t>(k);
   }
   return -1;

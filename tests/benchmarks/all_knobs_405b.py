@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints a strategy for Llama-3.1-405B with all knobs of fsdp2 that change how much there is to plan: HSDP, mixed precision, offload,
-checkpointing, a prefetch list for every layer, rules by unit, and four micro-batches that accumulate without synchronisation.
+"""Prints a strategy for Llama-3.1-405B with all knobs of fsdp2 that change how much there is to plan: HSDP, mixed
+precision, offload, checkpointing, a prefetch list for every layer, rules by unit, and four micro-batches that
+accumulate without synchronisation.
 
     python tests/benchmarks/all_knobs_405b.py RANKS > strategy.json
     shardplan plan trace.json --cluster tools/clusters/h100_sxm_RANKS.json --strategy strategy.json -o plan.json
@@ -42,7 +43,9 @@ def strategy(ranks: int) -> dict:
         "checkpoint": {"modules": ["model.layers.*"]},
         "fsdp2": {
             "forward_prefetch_lists": [{"unit": n, "prefetch": names[i + 1 : i + 3]} for i, n in enumerate(names)],
-            "backward_prefetch_lists": [{"unit": n, "prefetch": names[max(0, i - 2) : i][::-1]} for i, n in enumerate(names)],
+            "backward_prefetch_lists": [
+                {"unit": n, "prefetch": names[max(0, i - 2) : i][::-1]} for i, n in enumerate(names)
+            ],
         },
         "program": [program()],
     }

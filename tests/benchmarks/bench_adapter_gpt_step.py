@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wall time of a training step of a GPT of about 100 million parameters: by a plan, next to real FSDP2. On CPU ranks (Gloo), or
-with SHARDPLAN_TEST_DEVICE=cuda on GPUs (NCCL).
+"""Wall time of a training step of a GPT of about 100 million parameters: by a plan, next to real FSDP2. On CPU ranks
+(Gloo), or with SHARDPLAN_TEST_DEVICE=cuda on GPUs (NCCL).
 
-    .venv/bin/python tests/benchmarks/bench_adapter_gpt_step.py [--ranks 2] [--steps 8] [--memory arena] [--compile inductor]
+    .venv/bin/python tests/benchmarks/bench_adapter_gpt_step.py
+        [--ranks 2] [--steps 8] [--memory arena] [--compile inductor]
 
-Both train in the same processes, their steps taking turns; reported: medians over the steps of the slowest rank, and their
-ratio (below 1: the plan is faster). Losses of both must be equal bit for bit. --compile: each block is compiled by itself, with fullgraph.
+Both train in the same processes, their steps taking turns; reported: medians over the steps of the slowest rank, and
+their ratio (below 1: the plan is faster). Losses of both must be equal bit for bit. --compile: each block is compiled
+by itself, with fullgraph.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "tests" / "python" / "adapter"), str(ROOT / "tools" / "python"), str(ROOT / "examples" / "train_gpt")]
+sys.path[:0] = [
+    str(HERE), str(ROOT / "tests" / "python" / "adapter"), str(ROOT / "tools" / "python"),
+    str(ROOT / "examples" / "train_gpt"),
+]
 
 import make_plan  # noqa: E402
 import torch  # noqa: E402
@@ -111,10 +116,16 @@ def main() -> None:
     medians = {name: statistics.median(seconds) for name, seconds in slowest.items()}
     compiled = f", blocks compiled by {arguments.compile}" if arguments.compile else ""
     parameters = sum(p.numel() for p in big_gpt().parameters())
-    print(f"GPT of {parameters / 1e6:.0f} million parameters, {arguments.ranks} ranks, {DEVICE}{compiled}: seconds per step")
+    print(
+        f"GPT of {parameters / 1e6:.0f} million parameters, {arguments.ranks} ranks, {DEVICE}{compiled}: seconds per "
+        "step"
+    )
     for name, seconds in slowest.items():
         print(f"  {name:6} median {medians[name]:.2f}  fastest {min(seconds):.2f}")
-    print(f"  ratio  median {medians['plan'] / medians['FSDP2']:.3f}  fastest {min(slowest['plan']) / min(slowest['FSDP2']):.3f}")
+    print(
+        f"  ratio  median {medians['plan'] / medians['FSDP2']:.3f}  fastest "
+        f"{min(slowest['plan']) / min(slowest['FSDP2']):.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -108,7 +108,10 @@ def main() -> None:
 
     plan = sp.load_plan(args.plan) if args.plan else made_plan(args.ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
-    models = {"plain": ManyUnits(), "fsdp2": with_fsdp2(), "shardplan": sp.apply(ManyUnits(), plan), "sp.auto": sp.auto(ManyUnits(), plans=None, quiet=True)}
+    models = {
+        "plain": ManyUnits(), "fsdp2": with_fsdp2(), "shardplan": sp.apply(ManyUnits(), plan),
+        "sp.auto": sp.auto(ManyUnits(), plans=None, quiet=True),
+    }
     times = measure(models, args.steps)
     gather, scatter = collective_us(plan.world_size)
     print(f"{UNITS} units, {plan.world_size} ranks (faked), median of {args.steps} steps, microseconds per unit")

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `shardplan.torch.profile` adds to a training step of a GPT of about 100 million parameters on CPU ranks (Gloo), or with SHARDPLAN_TEST_DEVICE=cuda on GPUs.
+"""The cost of `shardplan.torch.profile` in a training step of a GPT of about 100 million parameters on CPU ranks
+(Gloo), or with SHARDPLAN_TEST_DEVICE=cuda on GPUs.
 
     .venv/bin/python tests/benchmarks/bench_profile_cost.py [--ranks 2] [--steps 15] [--small]
 
-Steps that are recorded alternate with steps that are not, as in every profile; reported: the difference of their medians, by rank. Two plain steps in turn differ as much as is said
-beside it. --small: the GPT of examples/train_gpt, whose steps are short.
+Steps that are recorded alternate with steps that are not, as in every profile; reported: the difference of their
+medians, by rank. Two plain steps in turn differ as much as is said beside it. --small: the GPT of examples/train_gpt,
+whose steps are short.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "tests" / "python" / "adapter"), str(ROOT / "tools" / "python"), str(ROOT / "examples" / "train_gpt")]
+sys.path[:0] = [
+    str(HERE), str(ROOT / "tests" / "python" / "adapter"), str(ROOT / "tools" / "python"),
+    str(ROOT / "examples" / "train_gpt"),
+]
 
 import make_plan  # noqa: E402
 import torch  # noqa: E402
@@ -58,7 +63,9 @@ def main() -> None:
         source = "bench_profile_cost:small_gpt" if arguments.small else "bench_adapter_gpt_step:big_gpt"
         trace = make_plan.make_trace(folder, source, HERE, BATCH, SEQUENCE)
         plan = make_plan.make_plan(folder, trace, arguments.ranks, "plan", "--unit", "blocks.*", "--optimizer", "sgd")
-        outcomes = run_on_ranks(arguments.ranks, folder / "ranks", measure, str(plan), arguments.steps, arguments.small, timeout_s=600)
+        outcomes = run_on_ranks(
+            arguments.ranks, folder / "ranks", measure, str(plan), arguments.steps, arguments.small, timeout_s=600
+        )
     for rank, outcome in enumerate(outcomes):
         if outcome is None or outcome[0] != "returned":
             sys.exit(f"rank {rank}: {outcome}")
@@ -66,7 +73,8 @@ def main() -> None:
         between, cost = statistics.median(plain), statistics.median(recorded) - statistics.median(plain)
         noise = statistics.median(abs(a - b) for a, b in zip(plain, plain[1:]))
         print(
-            f"rank {rank}: step {between / 1e6:.2f} ms, recording {cost / 1e6:+.3f} ms ({100 * cost / between:+.2f} %), {instructions} instructions; "
+            f"rank {rank}: step {between / 1e6:.2f} ms, recording {cost / 1e6:+.3f} ms ({100 * cost / between:+.2f} "
+            f"%), {instructions} instructions; "
             f"plain steps in turn differ by {noise / 1e6:.3f} ms"
         )
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a save costs a training loop: steps of a model on local CPU ranks without a save, with one at once, and with one in the background.
+"""The cost of a save to a training loop: steps of a model on local CPU ranks without a save, with one at once, and with
+one in the background.
 
     .venv/bin/python tests/benchmarks/bench_save.py [--ranks 2] [--width 768] [--layers 8] [--steps 8] [--saves 3]
 
-Prints the median of a step, the seconds for which a save holds the loop (at once; in the background, the end included), and the steps that ran beside a
-background save, as ratios to the undisturbed step. Both ranks write to one disk, and share the cores with the thread that writes."""
+Prints the median of a step, the seconds for which a save holds the loop (at once; in the background, the end included),
+and the steps that ran beside a background save. All are ratios to the undisturbed step. Both ranks write to one disk,
+and share the cores with the thread that writes."""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks)
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(args.width, 4 * args.width), nn.GELU(), nn.Linear(4 * args.width, args.width)) for _ in range(args.layers)))
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(args.width, 4 * args.width), nn.GELU(), nn.Linear(4 * args.width, args.width))
+            for _ in range(args.layers)
+        )
+    )
     for layer in model:
         fully_shard(layer)
     optimizer = torch.optim.AdamW(fully_shard(model).parameters())
@@ -67,8 +74,14 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
             shutil.rmtree(f"{folder}/later{number}")
     if rank == 0:
         print(f"{args.ranks} ranks, {size / 2**20:.0f} MiB written by each, a step takes {alone:.3f} s")
-        print(f"a save at once holds the loop {statistics.median(at_once):.3f} s: {statistics.median(at_once) / alone:.2f} steps")
-        print(f"one in the background {statistics.median(held):.3f} s: {statistics.median(held) / alone:.2f} steps; it has its name after {statistics.median(saved):.3f} s")
+        print(
+            f"a save at once holds the loop {statistics.median(at_once):.3f} s: "
+            f"{statistics.median(at_once) / alone:.2f} steps"
+        )
+        print(
+            f"one in the background {statistics.median(held):.3f} s: {statistics.median(held) / alone:.2f} steps; it "
+            f"has its name after {statistics.median(saved):.3f} s"
+        )
         if beside:
             print(f"a step beside it takes {statistics.median(beside) / alone:.2f} of one without")
     dist.barrier()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time per unit and step: a training in C++ beside the Python adapter, by one plan of one rank, without communication.
+"""Host time per unit and step: a training in C++ beside the Python adapter, by one plan of one rank, without
+communication.
 
     .venv/bin/python tests/benchmarks/bench_training_host_time.py
 
-Model: 100 units of six small parameters, in Python (many_units.py) and in LibTorch (training_host_time.cc, which this builds). Reported: what following the plan adds
-to the plain model of the same language, forward and backward apart, divided by the number of units. Each is the median of the steps of a round, and of the rounds,
-in which the two take turns.
+Model: 100 units of six small parameters, in Python (many_units.py) and in LibTorch (training_host_time.cc, which this
+builds). Reported: what following the plan adds to the plain model of the same language, forward and backward apart,
+divided by the number of units. Each is the median of the steps of a round, and of the rounds, in which the two take
+turns.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ def built() -> pathlib.Path:
 
 def in_cpp(program: pathlib.Path, plan: pathlib.Path, steps: int) -> dict[str, tuple[float, float]]:
     command = [program, plan, UNITS, WIDTH, BATCH, steps]
-    printed = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout.split()
+    printed = subprocess.run(
+        [str(part) for part in command],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ).stdout.split()
     plain, planned = (tuple(map(float, printed[i : i + 2])) for i in (0, 2))
     return {"plain": plain, "planned": planned}
 
@@ -69,10 +77,17 @@ def main() -> None:
     for language, rounds in (("Python", python), ("C++", cpp)):
         plain, planned = median_of(rounds, "plain"), median_of(rounds, "planned")
         added[language] = tuple(b - a for a, b in zip(plain, planned))
-        for name, row in ((f"{language}, plain", plain), (f"{language}, planned", planned), (f"added in {language}", added[language])):
+        for name, row in (
+            (f"{language}, plain", plain),
+            (f"{language}, planned", planned),
+            (f"added in {language}", added[language]),
+        ):
             print(f"{name:22s}{row[0]:10.1f}{row[1]:10.1f}{sum(row):10.1f}")
     ratios = [ours / theirs for ours, theirs in zip(added["C++"], added["Python"])]
-    print(f"{'C++ / Python':22s}{ratios[0]:10.3f}{ratios[1]:10.3f}{sum(added['C++']) / sum(added['Python']):10.3f}   (aim: {AIM})")
+    print(
+        f"{'C++ / Python':22s}{ratios[0]:10.3f}{ratios[1]:10.3f}{sum(added['C++']) / sum(added['Python']):10.3f}   "
+        f"(aim: {AIM})"
+    )
 
 
 if __name__ == "__main__":

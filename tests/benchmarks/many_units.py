@@ -37,5 +37,5 @@ class ManyUnits(nn.Module):
 
 
 def traced():
-    """What `shardplan trace many_units:traced` records."""
+    """The callable for `shardplan trace many_units:traced`."""
     return ManyUnits(), torch.randn(BATCH, WIDTH), torch.sum

@@ -3,7 +3,8 @@
 
     PYTHONPATH=tools/python .venv/bin/python tests/benchmarks/plan_sizes.py [BUILD]
 
-Llama-3.1-8B with 1, 4 and 64 micro-batches (fsdp2, fsdp1), and a model of 10,000 units. Traces are kept in out/plan_sizes.
+Llama-3.1-8B with 1, 4 and 64 micro-batches (fsdp2, fsdp1), and a model of 10,000 units. Traces are kept in
+out/plan_sizes.
 """
 
 import os
@@ -46,7 +47,9 @@ def trace(program: pathlib.Path, name: str, source: list[str]) -> pathlib.Path:
     file = FOLDER / f"{name}.trace.json"
     if not file.exists():
         path = f"{pathlib.Path(__file__).parent}:{ROOT / 'tools/python'}"
-        subprocess.run([program, "trace", *source, "-q", "-o", file], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path})
+        subprocess.run(
+            [program, "trace", *source, "-q", "-o", file], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}
+        )
     return file
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long `shardplan reshard-checkpoint` takes over `cp` of the same bytes, and its largest memory.
 
-    .venv/bin/python tests/benchmarks/reshard_checkpoint.py [--gibibytes 10] [--from 8] [--to 6] [--rounds 1] [--folder out]
+    .venv/bin/python tests/benchmarks/reshard_checkpoint.py
+        [--gibibytes 10] [--from 8] [--to 6] [--rounds 1] [--folder out]
 
-Makes a checkpoint of torch.distributed.checkpoint on so many ranks, copies it with `cp -r`, and rewrites it for the other number of ranks; each is flushed
-(`sync -f`) within its time and reads the source from the disk, not from the page cache. Prints seconds, their ratio and the peak of the resident set. All that is made is removed.
-The task's bounds are 1.3 and the budget. SHARDPLAN_BUILD names the build."""
+Makes a checkpoint of torch.distributed.checkpoint on so many ranks, copies it with `cp -r`, and rewrites it for the
+other number of ranks. Each is flushed (`sync -f`) within its time and reads the source from the disk, not from the page
+cache. Prints seconds, their ratio and the peak of the resident set. All that is made is removed. The task's bounds are
+1.3 and the budget. SHARDPLAN_BUILD names the build."""
 
 import argparse
 import json
@@ -21,7 +23,8 @@ BUDGET_MIB = 256
 
 
 def timed(command: list[str], folder: pathlib.Path) -> tuple[float, int]:
-    """Seconds until the bytes are on the disk, and the largest resident set in MiB. The source is read from the disk."""
+    """Seconds until the bytes are on the disk, and the largest resident set in MiB. The source is read from the
+    disk."""
     subprocess.run(["sync", "-f", folder], check=True)
     for path in (folder / "source").iterdir():
         with open(path, "rb") as file:
@@ -42,7 +45,10 @@ def make_source(program: str, folder: pathlib.Path, gibibytes: float, ranks: int
     size = rows * columns * 4
     kinds = ("model.layers.{}.w", "optimizer.state.layers.{}.w.exp_avg", "optimizer.state.layers.{}.w.exp_avg_sq")
     names = [kind.format(layer) for kind in kinds for layer in range(layers)]
-    header = {name: {"dtype": "F32", "shape": [rows, columns], "data_offsets": [i * size, (i + 1) * size]} for i, name in enumerate(names)}
+    header = {
+        name: {"dtype": "F32", "shape": [rows, columns], "data_offsets": [i * size, (i + 1) * size]}
+        for i, name in enumerate(names)
+    }
     text = json.dumps(header).encode()
     with open(folder / "whole.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -50,7 +56,10 @@ def make_source(program: str, folder: pathlib.Path, gibibytes: float, ranks: int
         for _ in range(0, size * len(names), len(block)):
             file.write(block)
         file.truncate(8 + len(text) + size * len(names))
-    command = [program, "reshard-checkpoint", folder / "whole.safetensors", folder / "source", "--format", "distributed", "--world-size", ranks, "-q"]
+    command = [
+        program, "reshard-checkpoint", folder / "whole.safetensors", folder / "source", "--format", "distributed",
+        "--world-size", ranks, "-q",
+    ]
     subprocess.run([*map(str, command)], check=True)
     (folder / "whole.safetensors").unlink()
 
@@ -71,11 +80,18 @@ def main() -> None:
         for _ in range(options.rounds):
             copied, _ = timed(["cp", "-r", str(folder / "source"), str(folder / "copy")], folder)
             shutil.rmtree(folder / "copy")
-            command = [program, "reshard-checkpoint", str(folder / "source"), str(folder / "target"), "--world-size", str(options.to)]
+            command = [
+                program, "reshard-checkpoint", str(folder / "source"), str(folder / "target"), "--world-size",
+                str(options.to),
+            ]
             rewritten, peak = timed([*command, "--budget", f"{BUDGET_MIB}MiB", "-q"], folder)
             shutil.rmtree(folder / "target")
-            print(f"{options.gibibytes} GiB, {options.source} -> {options.to} ranks: cp {copied:.1f} s, reshard-checkpoint {rewritten:.1f} s, "
-                  f"ratio {rewritten / copied:.2f}; peak {peak} MiB (budget {BUDGET_MIB})", flush=True)
+            print(
+                f"{options.gibibytes} GiB, {options.source} -> {options.to} ranks: cp {copied:.1f} s, "
+                f"reshard-checkpoint {rewritten:.1f} s, "
+                f"ratio {rewritten / copied:.2f}; peak {peak} MiB (budget {BUDGET_MIB})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

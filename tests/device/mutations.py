@@ -5,8 +5,8 @@
     tests/device/mutations.py [NAME...]      needs build/dev; prints a line for each, exit code 1 when one is not seen
     tests/device/mutations.py --list         their names, one a line
 
-A mutation is an edit of a source of `executor/src/cuda`. The library's unity file is compiled again with the edited copy, with the
-build's own command, and the conformance suite is linked with it.
+A mutation is an edit of a source of `executor/src/cuda`. The library's unity file is compiled again with the edited
+copy, with the build's own command, and the conformance suite is linked with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ WAIT = 'return CheckCuda(cudaStreamWaitEvent(streams_[stream].stream(), events_[
 MUTATIONS = [
     Mutation("no mutation", "cuda_device.cc", WAIT, WAIT),
     Mutation("no wait", "cuda_device.cc", WAIT, "return {};"),
-    Mutation("every 7th wait lost", "cuda_device.cc", WAIT, f"static int number = 0; if (++number % 7 == 0) return {{}}; {WAIT}"),
+    Mutation(
+        "every 7th wait lost",
+        "cuda_device.cc",
+        WAIT,
+        f"static int number = 0; if (++number % 7 == 0) return {{}}; {WAIT}",
+    ),
     Mutation(
         "no record_stream",
         "cuda_device.cc",
@@ -59,11 +64,22 @@ MUTATIONS = [
         "memory of the wrong stream",
         "cuda_device.cc",
         "at::Tensor CudaDevice::MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) {",
-        "at::Tensor CudaDevice::MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) { stream = 0;",
+        "at::Tensor CudaDevice::MakeTensor(std::int64_t numel, DType dtype, MemoryKind memory, StreamId stream) { "
+        "stream = 0;",
     ),
-    Mutation("records on the wrong stream", "cuda_device.cc", "events_[event], streams_[stream].stream())", "events_[event], streams_[0].stream())"),
+    Mutation(
+        "records on the wrong stream",
+        "cuda_device.cc",
+        "events_[event], streams_[stream].stream())",
+        "events_[event], streams_[0].stream())",
+    ),
     Mutation("no host wait", "cuda_device.cc", "cudaEventSynchronize(events_[event])", "cudaSuccess"),
-    Mutation("no wait before memory of the arena is used again", "cuda_device.cc", "if (!std::exchange(left.pending, false)) continue;", "continue;"),
+    Mutation(
+        "no wait before memory of the arena is used again",
+        "cuda_device.cc",
+        "if (!std::exchange(left.pending, false)) continue;",
+        "continue;",
+    ),
     Mutation(
         "collectives on the wrong stream",
         "nccl_collectives.cc",
@@ -87,7 +103,9 @@ MUTATIONS = [
 
 
 def commands_of(target: str) -> list[str]:
-    return subprocess.run(["ninja", "-C", BUILD, "-t", "commands", target], capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        ["ninja", "-C", BUILD, "-t", "commands", target], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def mutated_sources(mutation: Mutation, folder: pathlib.Path) -> pathlib.Path:
@@ -134,7 +152,9 @@ def is_seen(program: pathlib.Path, tests: str, seed: int) -> str:
     environment = {**os.environ, "SHARDPLAN_DEVICE_MODE": f"lazy:{seed}", "SHARDPLAN_EVERY": "20"}
     library = BUILD / "device" / "libshardplan_device.so"
     command = [ROOT / "dev" / "on_device", library, program, f"--gtest_filter={tests}"]
-    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    run = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
     try:
         output, _ = run.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python tests share: where the repository and the built programs are."""
+"""Shared by the Python tests: the places of the repository and of the built programs."""
 
 import contextlib
 import gc
@@ -15,16 +15,16 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# `nohup tools/test &` starts the suite with these ignored, and its children would ignore them, too: what has a handler, they
-# begin with the default of.
+# `nohup tools/test &` starts the suite with these ignored, and its children would ignore them, too: what has a handler,
+# they begin with the default of.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda _number, _frame: None)
 
 
 class _Frozen:
-    """Modules that are imported stay, and the garbage collector need not look at them again. With torch and transformers imported, a collection
-    takes half a second, and the tracer begins each recording with one."""
+    """Modules that are imported stay, and the garbage collector need not look at them again. With torch and
+    transformers imported, a collection takes half a second, and the tracer begins each recording with one."""
 
     modules = 0
 
@@ -63,7 +63,8 @@ def free_port() -> int:
 
 
 def installed_pytorch() -> str:
-    """The release of the installed torch, as a strategy names it: "2.15". What differs between releases in a test asks here."""
+    """The release of the installed torch, as a strategy names it: "2.15". Tests that differ between releases ask
+    here."""
     return ".".join(importlib.metadata.version("torch").split(".")[:2])
 
 
@@ -72,8 +73,12 @@ def on_device(command: list[str], mode: str, **environment: str) -> subprocess.C
     library = build_folder() / "device" / "libshardplan_device.so"
     if not library.exists():
         pytest.skip(f"{library} is not built: torch has no CUDA, or the build has sanitizers")
-    folders = ":".join(filter(None, [str(library.parent), os.environ.get("LD_LIBRARY_PATH")]))  # torch looks for NVML there
-    own = {**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folders, "SHARDPLAN_DEVICE_MODE": mode, **environment}
+    # torch looks for NVML there.
+    folders = ":".join(filter(None, [str(library.parent), os.environ.get("LD_LIBRARY_PATH")]))
+    own = {
+        **os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folders, "SHARDPLAN_DEVICE_MODE": mode,
+        **environment,
+    }
     return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=300)
 
 

@@ -5,7 +5,8 @@ import torch
 
 
 class InputsDone(torch.autograd.Function):
-    """`InputsDone.apply(done, *inputs)` returns the inputs; the backward calls `done` when the gradients of all of them are there."""
+    """`InputsDone.apply(done, *inputs)` returns the inputs; the backward calls `done` when the gradients of all of them
+    are there."""
 
     @staticmethod
     def forward(ctx, done, *inputs):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python programs and ranks as forks of a server that has imported torch, and done nothing else: importing takes seconds, longer than most of them.
+"""Python programs and ranks as forks of a server that has imported torch, and done nothing else: importing takes
+seconds, longer than most of them.
 
-The server is multiprocessing's fork server, one for each run of pytest, which starts it when it is first asked. It has no thread and no process
-group, and has run no backward; every program is a fork of its own. What needs an interpreter of its own is started as ever: torchrun, a preloaded
-library, environment variables that torch reads when it is imported.
+The server is multiprocessing's fork server, one for each run of pytest, which starts it when it is first asked. It has
+no thread and no process group, and has run no backward; every program is a fork of its own. Programs that need an
+interpreter of their own are started as ever: torchrun, a preloaded library, environment variables that torch reads when
+it is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import sys
 import tempfile
 import traceback
 
-IMPORTED = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.optim", "torch.optim", "shardplan.torch"]
+IMPORTED = [
+    "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.optim", "torch.optim", "shardplan.torch",
+]
 IMPORTED += [f"transformers.models.{family}.modeling_{family}" for family in ("llama", "mixtral", "t5", "vit")]
 
 
@@ -42,7 +46,9 @@ def _program(words: list[str], environment: dict[str, str], folder: str, output:
         file = os.open(path, os.O_WRONLY)
         os.dup2(file, stream)
         os.close(file)
-    sys.stdout, sys.stderr = (io.TextIOWrapper(open(stream, "wb", closefd=False), write_through=True) for stream in (1, 2))
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(open(stream, "wb", closefd=False), write_through=True) for stream in (1, 2)
+    )
     os.chdir(folder)
     own = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     code = 0
@@ -72,7 +78,9 @@ class Program:
         self.words = [str(word) for word in words]
         self._said = [tempfile.NamedTemporaryFile("r", prefix="warm") for _ in range(2)]
         names = [file.name for file in self._said]
-        self._process = server().Process(target=_program, args=(self.words, dict(env or os.environ), str(cwd or os.getcwd()), *names))
+        self._process = server().Process(
+            target=_program, args=(self.words, dict(env or os.environ), str(cwd or os.getcwd()), *names)
+        )
         self._process.start()
         self.pid = self._process.pid
 
@@ -84,7 +92,7 @@ class Program:
         self._process.kill()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """As Popen's."""
+        """The same as Popen's."""
         self._process.join(timeout)
         if self.returncode is None:
             self._process.kill()
@@ -92,7 +100,9 @@ class Program:
         return tuple(file.read() for file in self._said)
 
 
-def run(words: list, env: dict[str, str] | None = None, cwd: str | pathlib.Path | None = None, timeout: float | None = None) -> subprocess.CompletedProcess:
+def run(
+    words: list, env: dict[str, str] | None = None, cwd: str | pathlib.Path | None = None, timeout: float | None = None
+) -> subprocess.CompletedProcess:
     program = Program(words, env, cwd)
     output, errors = program.communicate(timeout)
     return subprocess.CompletedProcess(program.words, program.returncode, output, errors)

@@ -6,7 +6,7 @@
 #include <map>
 #include <set>
 
-#include "shardplan/simulator/optimizer_tensors.h"
+#include "shardplan/schemas/optimizers.h"
 #include "tests/simulator/random_plan.h"
 #include "tests/support/plan_builder.h"
 

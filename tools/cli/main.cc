@@ -82,7 +82,9 @@ std::string CompletionText(const CLI::App& app, std::string_view shell) {
          commands +
          "--help --version' -- \"$word\"))\n"
          "  elif [ \"${word#-}\" != \"$word\" ]; then\n"
-         "    local flags=$(\"${COMP_WORDS[0]}\" \"${COMP_WORDS[1]}\" --help 2>/dev/null | grep -oE -- "
+         "    local flags=$({ \"${COMP_WORDS[0]}\" \"${COMP_WORDS[1]}\" --help-all || \"${COMP_WORDS[0]}\" "
+         "\"${COMP_WORDS[1]}\" "
+         "--help; } 2>/dev/null | grep -oE -- "
          "'--[a-z][a-z0-9-]+' | sort -u)\n"
          "    COMPREPLY=($(compgen -W \"$flags\" -- \"$word\"))\n"
          "  else\n"

@@ -8,6 +8,7 @@
 #include "shardplan/executor/device.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/buffer_roles.h"
 
 namespace shardplan::executor {
 namespace {
@@ -23,24 +24,22 @@ struct Candidate {
   std::vector<Interval> alive;  // ascending, in instructions of the host
 };
 
+// Device memory between instructions of a step, but what autograd makes or adds to.
 bool IsScratch(const Buffer& buffer) {
-  if (buffer.persistent || buffer.memory != MemoryKind::kDevice) return false;
-  switch (buffer.role) {
-    case BufferRole::kParamUnsharded:
-    case BufferRole::kExtensionGathered:
-    case BufferRole::kExtensionUnsharded:
-    case BufferRole::kParamPostForwardShard:
-    case BufferRole::kAllGatherInput:
-    case BufferRole::kAllGatherOutput:
-    case BufferRole::kReduceScatterInput:
-    case BufferRole::kReduceScatterOutput:
-    case BufferRole::kPartialReduceOutput:
-    case BufferRole::kInnerReduceOutput:
-    case BufferRole::kInnerReduceAccumulated:
+  if (buffer.persistent || IsOnHost(buffer) || IsWholeGradient(buffer.role)) return false;
+  switch (LifetimeOf(buffer.role)) {
+    case RoleLifetime::kScratch:
+    case RoleLifetime::kUnsharded:
+    case RoleLifetime::kAccumulated:
       return true;
-    default:
+    case RoleLifetime::kBackward:
+    case RoleLifetime::kPasses:
+    case RoleLifetime::kOptimizer:
+    case RoleLifetime::kState:
+    case RoleLifetime::kPersistent:
       return false;
   }
+  return false;
 }
 
 // When each buffer is alive. The steady step is walked twice: what is alive at its end meets its beginning.

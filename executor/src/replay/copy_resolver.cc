@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
@@ -16,29 +17,6 @@ std::unexpected<Error> SizeError(BufferId buffer, std::int32_t part, std::string
                         fmt::format("{} bytes", found), fmt::format("{} bytes", expected));
 }
 
-// The dtype that a parameter is gathered in; the first tensor's where an extension makes several.
-DType GatheredDType(const Unit& unit, const UnitParameter& parameter) {
-  return parameter.gathered.empty() ? ComputeDType(unit, parameter) : parameter.gathered.front().dtype;
-}
-
-// A unit may hold parameters of several dtypes. Gathered as bytes they keep them.
-DType DTypeIn(const Plan& plan, const Buffer& buffer, std::int32_t p) {
-  const Unit& unit = plan.units[buffer.unit];
-  const UnitParameter& parameter = unit.parameters[p];
-  switch (buffer.role) {
-    case BufferRole::kParamSharded:
-      return parameter.dtype;
-    case BufferRole::kParamUnsharded:
-    case BufferRole::kParamPostForwardShard:
-    case BufferRole::kAllGatherOutput:
-      return GatheredDType(unit, parameter);
-    case BufferRole::kAllGatherInput:  // of the dtype that is gathered, or a copy of the shard on the device
-      return buffer.dtype == unit.param_dtype ? GatheredDType(unit, parameter) : buffer.dtype;
-    default:
-      return buffer.dtype;
-  }
-}
-
 }  // namespace
 
 DType DTypeOfPart(const Plan& plan, const Buffer& buffer, std::int32_t part) {
@@ -46,30 +24,12 @@ DType DTypeOfPart(const Plan& plan, const Buffer& buffer, std::int32_t part) {
     return buffer.dtype;
   const std::vector<std::int32_t> parameters = ParametersOf(plan, buffer);
   const bool own =
-      buffer.parts_bytes.size() == parameters.size() && ArrangementOf(buffer.role) != Arrangement::kGathered;
+      buffer.parts_bytes.size() == parameters.size() && ArrangementOf(buffer.role) != Arrangement::kSlots;
   if (!own) return buffer.dtype;
   // Several tensors of an extension lie behind one another.
   const UnitParameter& parameter = plan.units[buffer.unit].parameters[parameters[part]];
   if (buffer.role == BufferRole::kAllGatherInput && parameter.gathered.size() > 1) return DType::kUInt8;
-  return DTypeIn(plan, buffer, parameters[part]);
-}
-
-Arrangement ArrangementOf(BufferRole role) {
-  switch (role) {
-    case BufferRole::kParamUnsharded:
-    case BufferRole::kExtensionGathered:
-    case BufferRole::kExtensionUnsharded:
-    case BufferRole::kGradUnsharded:
-    case BufferRole::kGradUnshardedAccumulated:
-      return Arrangement::kWhole;
-    case BufferRole::kAllGatherOutput:
-    case BufferRole::kReduceScatterInput:
-    case BufferRole::kInnerReduceOutput:
-    case BufferRole::kInnerReduceAccumulated:
-      return Arrangement::kGathered;
-    default:
-      return Arrangement::kShard;
-  }
+  return DTypeIn(plan.units[buffer.unit], parameter, buffer);
 }
 
 std::int64_t PartNumel(const Buffer& buffer, std::int32_t part) {
@@ -82,7 +42,7 @@ std::int64_t CopyResolver::PiecesOf(const Buffer& buffer, std::int64_t slots) co
   const Unit& unit = plan_.units[buffer.unit];
   const std::int64_t shards = ShardCount(plan_, unit);
   if (IsInnerReduced(buffer.role)) return shards;
-  if (ArrangementOf(buffer.role) == Arrangement::kGathered) return slots;
+  if (ArrangementOf(buffer.role) == Arrangement::kSlots) return slots;
   if (unit.post_forward_communicator < 0) return shards;
   if (buffer.role == BufferRole::kParamPostForwardShard) return slots;
   if (buffer.role != BufferRole::kAllGatherInput) return shards;
@@ -97,16 +57,11 @@ CopyResolver::Place CopyResolver::PlaceOf(const Buffer& buffer, std::int32_t p, 
   const UnitParameter& parameter = unit.parameters[p];
   const std::int64_t shards = ShardCount(plan_, unit);
   const Arrangement arrangement = ArrangementOf(buffer.role);
-  Place place = {.parameter = p, .dtype = DTypeIn(plan_, buffer, p)};
-  const bool is_gradient = arrangement == Arrangement::kWhole && buffer.role != BufferRole::kParamUnsharded;
-  const bool is_parameter = buffer.role == BufferRole::kParamUnsharded ||
-                            buffer.role == BufferRole::kAllGatherOutput ||
-                            buffer.role == BufferRole::kParamPostForwardShard ||
-                            (buffer.role == BufferRole::kAllGatherInput && buffer.dtype == unit.param_dtype);
-  const bool extended = is_parameter && !parameter.gathered.empty();
+  Place place = {.parameter = p, .dtype = DTypeIn(unit, parameter, buffer)};
+  const bool extended = HoldsGathered(unit, buffer) && !parameter.gathered.empty();
   const std::int64_t piece =
       extended ? parameter.gathered.front().numel : PaddedPieceNumel(parameter, shards);
-  place.numel = is_gradient                          ? Numel(parameter)
+  place.numel = IsWholeGradient(buffer.role)         ? Numel(parameter)
                 : arrangement == Arrangement::kWhole ? piece * shards
                                                      : piece * shards / pieces;
   place.bytes = place.numel * SizeBytes(place.dtype);
@@ -132,12 +87,12 @@ Result<std::vector<CopyResolver::Place>> CopyResolver::Places(BufferId id, std::
   const std::vector<std::int32_t> parameters = ParametersOf(plan_, buffer);
   const Arrangement arrangement = ArrangementOf(buffer.role);
   const bool joined = buffer.parts_bytes.size() == 1;
-  if (!joined && (arrangement == Arrangement::kGathered || buffer.parts_bytes.size() != parameters.size())) {
+  if (!joined && (arrangement == Arrangement::kSlots || buffer.parts_bytes.size() != parameters.size())) {
     return MakeInputError(
         fmt::format("/buffers/{}/parts_bytes", id),
         fmt::format("{} has parts that are not its parameters'", buffer.name),
         fmt::format("{} parts", buffer.parts_bytes.size()),
-        arrangement == Arrangement::kGathered ? "1 part" : fmt::format("{} parts", parameters.size()));
+        arrangement == Arrangement::kSlots ? "1 part" : fmt::format("{} parts", parameters.size()));
   }
   const std::int64_t pieces = PiecesOf(buffer, slots);
   std::vector<Place> places;
@@ -161,7 +116,7 @@ Result<std::vector<CopyResolver::Place>> CopyResolver::Places(BufferId id, std::
     }
     places.push_back(place);
   }
-  const std::int64_t expected = offset * (arrangement == Arrangement::kGathered ? slots : 1);
+  const std::int64_t expected = offset * (arrangement == Arrangement::kSlots ? slots : 1);
   if (joined && buffer.parts_bytes[0].value < expected) {
     return SizeError(id, 0, fmt::format("{} is too small for its parameters", buffer.name),
                      buffer.parts_bytes[0].value, expected);
@@ -171,8 +126,7 @@ Result<std::vector<CopyResolver::Place>> CopyResolver::Places(BufferId id, std::
 
 // `slots` pieces of a gathered buffer -> the whole parameter.
 void CopyResolver::Gather(const UnitParameter& parameter, const Place& src, const Place& dst,
-                          std::int64_t slots, std::int64_t slot_bytes, bool by_rows,
-                          Movement& movement) const {
+                          std::int64_t slots, std::int64_t slot_bytes, bool by_rows, Moves& movement) const {
   const std::int64_t from = SizeBytes(src.dtype);
   const std::int64_t to = SizeBytes(dst.dtype);
   if (by_rows) {
@@ -194,7 +148,7 @@ void CopyResolver::Gather(const UnitParameter& parameter, const Place& src, cons
 // reductions.
 void CopyResolver::Scatter(const UnitParameter& parameter, const Place& src, const Place& dst,
                            std::int64_t slots, std::int64_t first_level, std::int64_t slot_bytes,
-                           Movement& movement) const {
+                           Moves& movement) const {
   const std::int64_t from = SizeBytes(src.dtype);
   const std::int64_t size = SizeBytes(dst.dtype);
   const std::int32_t dim = parameter.shape.empty() ? 0 : parameter.shard_dim;
@@ -217,7 +171,7 @@ void CopyResolver::Scatter(const UnitParameter& parameter, const Place& src, con
 }
 
 void CopyResolver::AddMovement(const Instruction& instruction, const Place& src, const Place& dst,
-                               std::int64_t slots, std::int64_t slot, Movement& movement) const {
+                               std::int64_t slots, std::int64_t slot, Moves& movement) const {
   const Buffer& from = plan_.buffers[instruction.src];
   const Buffer& to = plan_.buffers[instruction.dst];
   const Arrangement a = ArrangementOf(from.role);
@@ -228,20 +182,20 @@ void CopyResolver::AddMovement(const Instruction& instruction, const Place& src,
                                   numel * SizeBytes(src.dtype), numel * SizeBytes(dst.dtype), src.dtype,
                                   dst.dtype});
   };
-  if (a == Arrangement::kGathered && b == Arrangement::kWhole) {
+  if (a == Arrangement::kSlots && b == Arrangement::kWhole) {
     // A shard that was cut from the whole again for the smaller mesh is a plain piece of it, whatever the
     // dimension.
     const bool by_rows = parameter.shard_dim == 0 || slots != ShardCount(plan_, plan_.units[from.unit]);
     Gather(parameter, src, dst, slots, SizeBytes(from).value / slots, by_rows, movement);
-  } else if (a == Arrangement::kWhole && b == Arrangement::kGathered) {
+  } else if (a == Arrangement::kWhole && b == Arrangement::kSlots) {
     const CommunicatorId inner = plan_.units[to.unit].inner_reduce_communicator;
     Scatter(parameter, src, dst, slots, inner < 0 ? slots : plan_.communicators[inner].size,
             SizeBytes(to).value / slots, movement);
-  } else if (a == Arrangement::kGathered && b == Arrangement::kGathered) {  // of other parameters
+  } else if (a == Arrangement::kSlots && b == Arrangement::kSlots) {  // of other parameters
     for (std::int64_t j = 0; j < slots; ++j)
       contiguous(src.offset_bytes + j * (SizeBytes(from).value / slots),
                  dst.offset_bytes + j * (SizeBytes(to).value / slots), std::min(src.numel, dst.numel));
-  } else if (a == Arrangement::kShard && b == Arrangement::kGathered) {
+  } else if (a == Arrangement::kShard && b == Arrangement::kSlots) {
     const std::int64_t begin = dst.offset_bytes + slot * (SizeBytes(to).value / slots);
     contiguous(src.offset_bytes, begin, std::min(src.numel, dst.numel));
     const std::int64_t first = src.numel * SizeBytes(src.dtype);
@@ -259,7 +213,7 @@ void CopyResolver::AddMovement(const Instruction& instruction, const Place& src,
 
 // In elements of the two buffers; in bytes where that does not say it (parameters of several dtypes), which
 // nothing may be converted for.
-Result<CopySpec> CopyResolver::InElements(const Instruction& instruction, const Movement& movement) const {
+Result<CopySpec> CopyResolver::InElements(const Instruction& instruction, const Moves& movement) const {
   CopySpec copy = {instruction.src,
                    instruction.dst,
                    plan_.buffers[instruction.src].dtype,
@@ -334,7 +288,8 @@ Result<CopySpec> CopyResolver::FlatCopy(const Instruction& instruction, std::int
   const Buffer& to = plan_.buffers[instruction.dst];
   const bool by_parameter = from.role == BufferRole::kGradUnsharded && to.parts_bytes.size() == 1 &&
                             from.parts_bytes.size() == ParametersOf(plan_, from).size();
-  if (by_parameter && instruction.kind == InstructionKind::kGradCopyIn) return JoinGradients(instruction);
+  if (by_parameter && DescriptionOf(instruction.kind).movement == Movement::kToSlots)
+    return JoinGradients(instruction);
   for (const BufferId id : {instruction.src, instruction.dst}) {
     if (plan_.buffers[id].parts_bytes.size() == 1) continue;
     return MakeInputError(fmt::format("/buffers/{}/parts_bytes", id),
@@ -347,14 +302,14 @@ Result<CopySpec> CopyResolver::FlatCopy(const Instruction& instruction, std::int
   std::int64_t dst_offset = 0;
   std::int64_t src_offset = 0;
   std::int64_t numel = std::min(src_numel, dst_numel);
-  if (instruction.kind == InstructionKind::kCopyIn && dst_numel == src_numel * slots)
-    dst_offset = slot * src_numel;
-  if (instruction.kind == InstructionKind::kReshardPostForward) {
+  const Movement moves = DescriptionOf(instruction.kind).movement;
+  if (moves == Movement::kToSlot && dst_numel == src_numel * slots) dst_offset = slot * src_numel;
+  if (moves == Movement::kToPostForward) {
     numel = dst_numel;
     src_offset = slot * numel;
   }
   copy.runs.push_back({0, 0, src_offset, dst_offset, 1, numel, numel, numel});
-  if (instruction.kind == InstructionKind::kGradCopyIn && dst_numel > src_numel) {
+  if (moves == Movement::kToSlots && dst_numel > src_numel) {
     copy.zeros.push_back({0, src_numel, dst_numel - src_numel});
   }
   return copy;
@@ -385,7 +340,7 @@ Result<CopySpec> CopyResolver::Copy(const Instruction& instruction, std::int64_t
   };
   const bool straight = from.role == BufferRole::kParamSharded && to.role == BufferRole::kAllGatherOutput &&
                         std::ranges::any_of(*targets, as_it_is);
-  Movement movement;
+  Moves movement;
   bool any = targets->empty();
   for (const Place& target : *targets) {
     const auto source = source_of(target);

@@ -6,16 +6,11 @@
 #include <vector>
 
 #include "shardplan/executor/device.h"
+#include "shardplan/schemas/buffer_roles.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan::executor {
-
-// How the parameters of a unit lie in a buffer.
-//   kShard: one padded piece per parameter.          kGathered: `slots` times what a rank's shard holds.
-//   kWhole: parameters in their original order (padding, if any, at the end of each).
-enum class Arrangement : std::uint8_t { kShard, kGathered, kWhole };
-Arrangement ArrangementOf(BufferRole role);
 
 // Elements of a buffer's part.
 std::int64_t PartNumel(const Buffer& buffer, std::int32_t part);
@@ -64,7 +59,7 @@ class CopyResolver {
     std::int64_t bytes_before = 0;
     std::int64_t bytes = 0;
   };
-  struct Movement {
+  struct Moves {
     std::vector<Stretch> stretches;
     std::vector<Zeros> zeros;
   };
@@ -75,12 +70,12 @@ class CopyResolver {
   Result<CopySpec> JoinGradients(const Instruction& instruction) const;
   Result<CopySpec> FlatCopy(const Instruction& instruction, std::int64_t slots, std::int64_t slot) const;
   void AddMovement(const Instruction& instruction, const Place& src, const Place& dst, std::int64_t slots,
-                   std::int64_t slot, Movement& movement) const;
+                   std::int64_t slot, Moves& movement) const;
   void Gather(const UnitParameter& parameter, const Place& src, const Place& dst, std::int64_t slots,
-              std::int64_t slot_bytes, bool by_rows, Movement& movement) const;
+              std::int64_t slot_bytes, bool by_rows, Moves& movement) const;
   void Scatter(const UnitParameter& parameter, const Place& src, const Place& dst, std::int64_t slots,
-               std::int64_t first_level, std::int64_t slot_bytes, Movement& movement) const;
-  Result<CopySpec> InElements(const Instruction& instruction, const Movement& movement) const;
+               std::int64_t first_level, std::int64_t slot_bytes, Moves& movement) const;
+  Result<CopySpec> InElements(const Instruction& instruction, const Moves& movement) const;
 
   const Plan& plan_;
   std::int64_t rank_;

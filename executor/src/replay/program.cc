@@ -15,10 +15,6 @@
 namespace shardplan::executor {
 namespace {
 
-bool IsOptimizerMemory(BufferRole role) {
-  return role == BufferRole::kOptimizerState || role == BufferRole::kOptimizerTemp;
-}
-
 class Builder {
  public:
   Builder(const Plan& plan, std::int64_t rank, ModelTraits model)
@@ -174,53 +170,64 @@ class Builder {
   }
 
   Result<Op> Resolve(const Instruction& i) {
-    using enum InstructionKind;
     Op op = {.stream = i.stream, .src = i.src, .dst = i.dst};
-    switch (i.kind) {
-      case kCompute:
+    switch (DescriptionOf(i.kind).family) {
+      case InstructionFamily::kCompute:
         return Simple(op, OpCode::kCompute, i.segment, trigger_microbatch_ + i.microbatch_offset);
-      case kAllocate:
-        if (IsModels(i.dst)) return op;
-        return Simple(op, OpCode::kAllocate, i.dst);
-      case kFree:
-        return ResolveFree(op, i);
-      case kBindUnsharded:
-      case kBindSharded:
-        return Simple(op, i.kind == kBindSharded ? OpCode::kBindSharded : OpCode::kBindUnsharded,
+      case InstructionFamily::kMemory:
+        if (DescriptionOf(i.kind).lifetime == LifetimeEffect::kEnds) return ResolveFree(op, i);
+        return IsModels(i.dst) ? op : Simple(op, OpCode::kAllocate, i.dst);
+      case InstructionFamily::kBind:
+        return Simple(op,
+                      i.kind == InstructionKind::kBindSharded ? OpCode::kBindSharded : OpCode::kBindUnsharded,
                       i.unit >= 0 ? i.unit : plan_.buffers[i.src].unit, i.src);
-      case kCopyIn:
-      case kCopyOut:
-      case kReshardPostForward:
-      case kGradCopyIn:
-      case kCopyToHost:
-      case kCopyToDevice:
-        return ResolveCopy(op, OpCode::kCopy, i);
-      case kGradCast:
-        return ResolveCopy(op, OpCode::kGradCast, i);
-      case kGradAccumulate:
-        return ResolveCopy(op, OpCode::kAccumulate, i);
-      case kAllGather:
-      case kReduceScatter:
-      case kAllReduce:
+      case InstructionFamily::kCopy:
+      case InstructionFamily::kScale:
+        return ResolveArithmetic(op, i);
+      case InstructionFamily::kCollective:
         return ResolveCollective(op, i);
-      case kGradScale:
-        program_.divisors.push_back(i.divisor);
-        return Simple(op, OpCode::kScale, i.src, static_cast<std::int32_t>(program_.divisors.size()) - 1);
-      case kGradZero:
-        op.src = i.dst;
-        return Simple(op, OpCode::kCopy, AddZeros(i.dst));
-      case kRecord:
-        return Simple(op, OpCode::kRecord, i.event);
-      case kWait:
-        return Simple(op, OpCode::kWait, i.event);
-      case kHostWait:
-        return Simple(op, OpCode::kHostWait, i.event);
-      case kOptimizerStep:
-        return Simple(op, OpCode::kOptimizerStep, i.unit, i.parameter);
-      case kZeroGrad:
-        return Simple(op, OpCode::kZeroGrad, i.unit);
+      case InstructionFamily::kOrder:
+        return ResolveOrder(op, i);
+      case InstructionFamily::kOptimizer:
+        return IsWork(i.kind) ? Simple(op, OpCode::kOptimizerStep, i.unit, i.parameter)
+                              : Simple(op, OpCode::kZeroGrad, i.unit);
     }
     return MakeError(ErrorCode::kInternal, "unknown instruction");
+  }
+
+  Result<Op> ResolveArithmetic(Op op, const Instruction& i) {
+    switch (DescriptionOf(i.kind).arithmetic) {
+      case Arithmetic::kMove:
+        return ResolveCopy(op, OpCode::kCopy, i);
+      case Arithmetic::kCast:
+        return ResolveCopy(op, OpCode::kGradCast, i);
+      case Arithmetic::kAdd:
+        return ResolveCopy(op, OpCode::kAccumulate, i);
+      case Arithmetic::kScale:
+        program_.divisors.push_back(i.divisor);
+        return Simple(op, OpCode::kScale, i.src, static_cast<std::int32_t>(program_.divisors.size()) - 1);
+      case Arithmetic::kZero:
+        op.src = i.dst;
+        return Simple(op, OpCode::kCopy, AddZeros(i.dst));
+      case Arithmetic::kNone:
+        break;
+    }
+    return MakeError(ErrorCode::kInternal, "a copy without arithmetic");
+  }
+
+  Result<Op> ResolveOrder(Op op, const Instruction& i) {
+    switch (DescriptionOf(i.kind).order) {
+      case OrderEffect::kRecords:
+        return Simple(op, OpCode::kRecord, i.event);
+      case OrderEffect::kWaits:
+        return Simple(op, OpCode::kWait, i.event);
+      case OrderEffect::kHostWaits:
+        return Simple(op, OpCode::kHostWait, i.event);
+      case OrderEffect::kNone:
+      case OrderEffect::kMeets:
+        break;
+    }
+    return MakeError(ErrorCode::kInternal, "an instruction that orders nothing");
   }
 
   static Op Simple(Op op, OpCode code, std::int32_t a, std::int32_t b = -1) {
@@ -247,8 +254,9 @@ class Builder {
   }
 
   bool IsLastReduction(const Instruction& i) const {
-    if (i.kind == InstructionKind::kAllReduce) return true;
-    if (i.kind != InstructionKind::kReduceScatter) return false;
+    const std::optional<CollectiveKind> collective = DescriptionOf(i.kind).collective;
+    if (collective == CollectiveKind::kAllReduce) return true;
+    if (collective != CollectiveKind::kReduceScatter) return false;
     const UnitId unit = plan_.buffers[i.src].unit;
     const bool first_level = IsInnerReduced(plan_.buffers[i.dst].role);
     return !first_level && (unit < 0 || plan_.units[unit].replicate_communicator < 0);
@@ -267,37 +275,46 @@ class Builder {
     return Simple(op, code, i.src, index);
   }
 
+  CommunicatorId SlotCommunicator(const Instruction& i, const Unit& unit) const {
+    switch (DescriptionOf(i.kind).movement) {
+      case Movement::kFromSlots: {
+        const auto found = gathered_by_.find(i.src);
+        return found == gathered_by_.end() ? unit.shard_communicator : found->second;
+      }
+      case Movement::kToPostForward:
+        return unit.post_forward_communicator;
+      case Movement::kToSlot: {
+        const std::int64_t slots = copies_.SlotsForShard(plan_.buffers[i.src]);
+        return slots == ShardCount(plan_, unit) ? unit.shard_communicator : unit.post_forward_communicator;
+      }
+      case Movement::kToSlots:
+      case Movement::kWithin:
+      case Movement::kNone:
+        return IsInnerReduced(plan_.buffers[i.src].role) ? unit.outer_reduce_communicator
+                                                         : unit.shard_communicator;
+    }
+    return unit.shard_communicator;
+  }
+
   // The smaller mesh is meant where its shard is: the buffer it comes from, or the all_gather that came
   // before.
   std::int64_t SlotsOf(const Instruction& i, std::int64_t& slot) {
     const Unit& unit = plan_.units[plan_.buffers[i.src].unit];
-    CommunicatorId communicator = i.communicator;
-    if (communicator < 0 && i.kind == InstructionKind::kCopyOut) {
-      const auto found = gathered_by_.find(i.src);
-      communicator = found == gathered_by_.end() ? unit.shard_communicator : found->second;
-    } else if (communicator < 0 && i.kind == InstructionKind::kReshardPostForward) {
-      communicator = unit.post_forward_communicator;
-    } else if (communicator < 0 && i.kind == InstructionKind::kCopyIn) {
-      const std::int64_t slots = copies_.SlotsForShard(plan_.buffers[i.src]);
-      communicator =
-          slots == ShardCount(plan_, unit) ? unit.shard_communicator : unit.post_forward_communicator;
-    } else if (communicator < 0 && IsInnerReduced(plan_.buffers[i.src].role)) {
-      communicator = unit.outer_reduce_communicator;
-    } else if (communicator < 0) {
-      communicator = unit.shard_communicator;
-    }
+    const CommunicatorId communicator = i.communicator >= 0 ? i.communicator : SlotCommunicator(i, unit);
     slot = communicator < 0 ? 0 : RankInGroup(plan_.communicators[communicator], rank_);
     return communicator < 0 ? 1 : plan_.communicators[communicator].size;
   }
 
   Result<Op> ResolveCopy(Op op, OpCode code, const Instruction& i) {
-    if (plan_.buffers[i.src].unit < 0) return PlainCopy(op, code, i);
-    if (!plan_.buffers[i.src].storages.empty()) return CopyActivations(op, code, i);
+    const Buffer& from = plan_.buffers[i.src];
+    if (!from.storages.empty()) return CopyActivations(op, code, i);
+    if (from.unit < 0 || ArrangementOf(from.role) == Arrangement::kNone) return PlainCopy(op, code, i);
     std::int64_t slot = 0;
     const std::int64_t slots = SlotsOf(i, slot);
     op.takes_gradients = IsModels(i.src);
     op.reads_shard = IsShard(i.src);
-    op.extended = (i.kind == InstructionKind::kCopyIn || i.kind == InstructionKind::kCopyOut) &&
+    const Movement moves = DescriptionOf(i.kind).movement;
+    op.extended = (moves == Movement::kToSlot || moves == Movement::kFromSlots) &&
                   std::ranges::any_of(plan_.units[plan_.buffers[i.src].unit].parameters,
                                       [](const UnitParameter& p) { return !p.gathered.empty(); });
     op.final_gradient = IsFinalGradient(plan_.buffers[i.dst].role) && !IsAddedToAnother(i.dst);
@@ -309,14 +326,22 @@ class Builder {
     return Simple(op, code, copy_ids_[key] = AddCopy(std::move(*copy)));
   }
 
-  // Copies between buffers that hold no parameters (checks of the execution order): as much as both have room
-  // for.
+  // Buffers without parameters (checks of the execution order, states): part by part what both have room for.
   Result<Op> PlainCopy(Op op, OpCode code, const Instruction& i) {
     const Buffer& from = plan_.buffers[i.src];
     const Buffer& to = plan_.buffers[i.dst];
-    const std::int64_t numel = std::min(PartNumel(from, 0), PartNumel(to, 0));
+    if (from.parts_bytes.size() != to.parts_bytes.size()) {
+      return MakeInputError(fmt::format("/buffers/{}/parts_bytes", i.dst),
+                            fmt::format("{} is copied to {} part by part", from.name, to.name),
+                            fmt::format("{} parts", to.parts_bytes.size()),
+                            fmt::format("{} parts", from.parts_bytes.size()));
+    }
     CopySpec copy = {i.src, i.dst, from.dtype, to.dtype, {}, {}};
-    copy.runs.push_back({0, 0, 0, 0, 1, numel, numel, numel});
+    for (std::size_t p = 0; p < from.parts_bytes.size(); ++p) {
+      const auto part = static_cast<std::int32_t>(p);
+      const std::int64_t numel = std::min(PartNumel(from, part), PartNumel(to, part));
+      copy.runs.push_back({part, part, 0, 0, 1, numel, numel, numel});
+    }
     return Simple(op, code, AddCopy(std::move(copy)));
   }
 
@@ -356,14 +381,11 @@ class Builder {
   }
 
   Result<Op> ResolveCollective(Op op, const Instruction& i) {
-    using enum InstructionKind;
     const Communicator& group = plan_.communicators[i.communicator];
-    const BufferId dst = i.kind == kAllReduce ? i.src : i.dst;
+    const BufferId dst = Has(DescriptionOf(i.kind).dst) ? i.dst : i.src;
     const Buffer& from = plan_.buffers[i.src];
     const Buffer& to = plan_.buffers[dst];
-    const CollectiveKind kind = i.kind == kAllGather       ? CollectiveKind::kAllGather
-                                : i.kind == kReduceScatter ? CollectiveKind::kReduceScatter
-                                                           : CollectiveKind::kAllReduce;
+    const CollectiveKind kind = *DescriptionOf(i.kind).collective;
     for (const BufferId id : {i.src, dst}) {
       const std::size_t parts = plan_.buffers[id].parts_bytes.size();
       if (parts != 1) {

@@ -21,12 +21,6 @@ std::string Plain(std::string name) {
   return name;
 }
 
-// The bytes of the full tensor, as the simulator counts them.
-Bytes FullTensorBytes(const Plan& plan, const Instruction& collective) {
-  const bool gathers = collective.kind == InstructionKind::kAllGather;
-  return SizeBytes(plan.buffers[gathers ? collective.dst : collective.src]);
-}
-
 // [kind, unit, stream, communicator of a collective, full tensor bytes, phase]
 void WriteInstruction(Text to, const Plan& plan, const Instruction& instruction) {
   const bool collective = IsCollective(instruction.kind);
@@ -38,7 +32,7 @@ void WriteInstruction(Text to, const Plan& plan, const Instruction& instruction)
   }
   fmt::format_to(to, R"(["{}",{},{},{},{},"{}"])", Name(instruction.kind), unit, instruction.stream,
                  collective ? instruction.communicator : -1,
-                 collective ? FullTensorBytes(plan, instruction).value : 0, phase);
+                 collective ? SizeBytes(plan.buffers[FullTensorOf(instruction)]).value : 0, phase);
 }
 
 // [kind, unit, micro-batch, [instructions]]

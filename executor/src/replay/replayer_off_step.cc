@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "replay/replayer_impl.h"
+#include "shardplan/schemas/buffer_roles.h"
 
 namespace shardplan::executor {
 
@@ -63,24 +64,21 @@ Status Replayer::Impl::Release(BufferId buffer) {
 // Neither parameters that somebody computes with nor gradients.
 bool Replayer::Impl::IsOnItsWay(BufferId id) const {
   const Buffer& buffer = plan_.buffers[id];
-  switch (buffer.role) {
-    case BufferRole::kParamUnsharded:
-      return bound_[buffer.unit] != id;
-    case BufferRole::kExtensionGathered:
-    case BufferRole::kExtensionUnsharded:
-      return bound_[buffer.unit] < 0;
-    case BufferRole::kGradUnsharded:
-    case BufferRole::kGradUnshardedAccumulated:
-    case BufferRole::kPartialReduceOutput:
-    case BufferRole::kInnerReduceAccumulated:
-    case BufferRole::kGradSharded:
-    case BufferRole::kGradHost:
-    case BufferRole::kOptimizerState:
-    case BufferRole::kOptimizerTemp:
+  switch (LifetimeOf(buffer.role)) {
+    case RoleLifetime::kUnsharded:
+      return IsOfExtension(buffer.role) ? bound_[buffer.unit] < 0 : bound_[buffer.unit] != id;
+    case RoleLifetime::kBackward:
+    case RoleLifetime::kAccumulated:
+    case RoleLifetime::kOptimizer:
       return false;
-    default:
+    case RoleLifetime::kState:
+      return !IsFinalGradient(buffer.role) && !IsOptimizerMemory(buffer.role);
+    case RoleLifetime::kScratch:
+    case RoleLifetime::kPasses:
+    case RoleLifetime::kPersistent:
       return true;
   }
+  return true;
 }
 
 // Frees buffers that are not persistent: all of them, or those on their way.

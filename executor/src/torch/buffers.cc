@@ -11,16 +11,13 @@
 #include "replay/copy_resolver.h"
 #include "shardplan/executor/collectives.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/buffer_roles.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
 namespace {
 
-bool IsUnpaddedGradient(BufferRole role) {
-  return role == BufferRole::kGradUnsharded || role == BufferRole::kGradUnshardedAccumulated;
-}
-
-bool MayBeAsMade(const Buffer& buffer) { return buffer.role == BufferRole::kGradUnsharded; }
+bool MayBeAsMade(const Buffer& buffer) { return DescriptionOf(buffer.role).dtype == RoleDType::kMade; }
 
 // combine(from, to) for every run, as matrices of its rows.
 template <typename Combine>
@@ -166,9 +163,7 @@ Status TorchBuffers::Prepare(const Plan& plan) {
   plan_ = &plan;
   slots_.resize(plan.buffers.size());
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
-    const BufferRole role = plan.buffers[b].role;
-    const bool unsharded = role == BufferRole::kParamUnsharded || role == BufferRole::kExtensionGathered ||
-                           role == BufferRole::kExtensionUnsharded;
+    const bool unsharded = LifetimeOf(plan.buffers[b].role) == RoleLifetime::kUnsharded;
     slots_[b].keeps_storage = unsharded && !plan.buffers[b].persistent;
   }
   for (const PlanStep& step : plan.steps) {
@@ -295,12 +290,12 @@ Status TorchBuffers::CheckPart(BufferId id, std::size_t part, const at::Tensor& 
                   c10::toString(tensor.scalar_type()), std::string(Name(DTypeOf(id, part))));
   }
   const std::int64_t expected = NumelOf(id, part);
-  const bool fits = IsUnpaddedGradient(buffer.role) ? tensor.numel() == expected : tensor.numel() >= expected;
+  const bool fits = IsWholeGradient(buffer.role) ? tensor.numel() == expected : tensor.numel() >= expected;
   if (!fits) {
     return Misfit(fmt::format("part {} of {} has another size", part, buffer.name),
                   fmt::format("{} elements", tensor.numel()), fmt::format("{} elements", expected));
   }
-  if (!IsUnpaddedGradient(buffer.role) && !tensor.is_contiguous()) {
+  if (!IsWholeGradient(buffer.role) && !tensor.is_contiguous()) {
     return Misfit(fmt::format("part {} of {} is used in place", part, buffer.name), "a tensor with strides",
                   "a contiguous tensor");
   }

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "shardplan/executor/collectives.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/pytorch_rules.h"
@@ -149,8 +150,7 @@ std::string DigestOfCollectives(const Plan& plan) {
     text += "\n";
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) {
-        using enum InstructionKind;
-        if (i.kind != kAllGather && i.kind != kReduceScatter && i.kind != kAllReduce) continue;
+        if (!IsCollective(i.kind)) continue;
         text += fmt::format("{} {} {} {}", Name(i.kind), i.communicator, static_cast<int>(i.reduce_op),
                             i.divisor);
         add(i.src);

@@ -7,6 +7,7 @@
 #include <variant>
 
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::executor {
@@ -107,9 +108,7 @@ std::vector<std::shared_ptr<const std::vector<UnitGradients>>> GradientsOf(
       } else if (i.kind != InstructionKind::kAllocate && i.dst >= 0) {
         const Buffer& buffer = plan.buffers[i.dst];
         // A backward that the user finalizes has its gradients reduced, and handed over behind it.
-        const bool collective =
-            i.kind == InstructionKind::kReduceScatter || i.kind == InstructionKind::kAllReduce;
-        if (collective || IsFinalGradient(buffer.role) || IsPartlyReduced(buffer.role))
+        if (ReducesGradients(i.kind) || IsFinalGradient(buffer.role) || IsPartlyReduced(buffer.role))
           units[buffer.unit] = UnitGradients::kReduced;
       }
     }
@@ -125,8 +124,8 @@ std::vector<std::shared_ptr<const std::vector<UnitGradients>>> GradientsOf(
 std::vector<BufferId> TakenAt(const Plan& plan, const Trigger& trigger) {
   std::vector<BufferId> taken;
   for (const Instruction& i : trigger.instructions) {
-    const bool takes = (i.kind == InstructionKind::kGradCopyIn ||
-                        i.kind == InstructionKind::kGradAccumulate || i.kind == InstructionKind::kGradCast) &&
+    const InstructionDescription& is = DescriptionOf(i.kind);
+    const bool takes = is.value == ValueEffect::kReduces && is.family == InstructionFamily::kCopy &&
                        plan.buffers[i.src].role == BufferRole::kGradUnsharded;
     if (takes) taken.push_back(i.src);
   }

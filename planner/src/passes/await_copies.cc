@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/program.h"
 
 namespace shardplan {
@@ -80,7 +81,6 @@ class CopyWaits {
   }
 
  private:
-  static bool IsOnHost(const Buffer& buffer) { return buffer.memory != MemoryKind::kDevice; }
   static bool IsOrder(const Instruction& i) {
     return i.kind == InstructionKind::kRecord || i.kind == InstructionKind::kHostWait;
   }
@@ -135,38 +135,20 @@ class CopyWaits {
   }
 
   void Issue(const Instruction& i) {
-    switch (i.kind) {
-      case InstructionKind::kRecord:
+    switch (DescriptionOf(i.kind).order) {
+      case OrderEffect::kRecords:
         JoinClocks(streams_[i.stream], host_);
         events_[i.event] = streams_[i.stream];
         return;
-      case InstructionKind::kWait:
+      case OrderEffect::kWaits:
         return JoinClocks(streams_[i.stream], events_[i.event]);
-      case InstructionKind::kHostWait:
+      case OrderEffect::kHostWaits:
         return JoinClocks(host_, events_[i.event]);
-      case InstructionKind::kAllocate:
-      case InstructionKind::kFree:
-      case InstructionKind::kBindUnsharded:
-      case InstructionKind::kBindSharded:
-      case InstructionKind::kZeroGrad:
-        return;
-      case InstructionKind::kCompute:
-      case InstructionKind::kCopyIn:
-      case InstructionKind::kAllGather:
-      case InstructionKind::kCopyOut:  // alone, a rank copies its shard right to where it is computed with
-      case InstructionKind::kReshardPostForward:
-      case InstructionKind::kGradCopyIn:
-      case InstructionKind::kGradScale:
-      case InstructionKind::kGradZero:
-      case InstructionKind::kReduceScatter:
-      case InstructionKind::kAllReduce:
-      case InstructionKind::kGradCast:
-      case InstructionKind::kGradAccumulate:
-      case InstructionKind::kCopyToHost:
-      case InstructionKind::kCopyToDevice:
-      case InstructionKind::kOptimizerStep:
+      case OrderEffect::kNone:  // alone, a rank copies its shard right to where it is computed with
+      case OrderEffect::kMeets:
         break;
     }
+    if (!IsWork(i.kind)) return;
     if (i.stream < 0 || (!IsHostBuffer(i.src) && !IsHostBuffer(i.dst))) return;
     JoinClocks(streams_[i.stream], host_);
     const std::int64_t done = streams_[i.stream][i.stream] = ++issued_[i.stream];

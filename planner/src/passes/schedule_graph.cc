@@ -32,17 +32,9 @@ struct BufferState {
 std::vector<bool> FindUsed(const Plan& plan) {
   std::vector<bool> used(plan.buffers.size(), false);
   for (std::size_t b = 0; b < plan.buffers.size(); ++b) {
-    switch (plan.buffers[b].role) {
-      case BufferRole::kParamSharded:
-      case BufferRole::kOptimizerState:
-      case BufferRole::kGradUnsharded:
-      case BufferRole::kGradSharded:
-      case BufferRole::kGradHost:
-        used[b] = true;  // by segments and by the optimizer
-        break;
-      default:
-        break;
-    }
+    // By segments and by the optimizer.
+    const BufferRole role = plan.buffers[b].role;
+    used[b] = IsTrainingState(role) || LifetimeOf(role) == RoleLifetime::kBackward;
   }
   for (const PlanStep& step : plan.steps) {
     for (const Trigger& trigger : step.triggers) {
@@ -76,19 +68,8 @@ class GraphBuilder {
       // A gradient that a segment makes comes from the pool of the stream that computes.
       state_[b] = {.memory = id, .pool = buffer.persistent ? -1 : 0};
       if (buffer.unit < 0) continue;
-      switch (buffer.role) {
-        case BufferRole::kParamSharded:
-        case BufferRole::kOptimizerState:
-        case BufferRole::kGradSharded:
-        case BufferRole::kGradHost:
-          unit_buffers_[buffer.unit].push_back(id);
-          break;
-        case BufferRole::kParamUnsharded:
-          has_unsharded_[buffer.unit] = true;
-          break;
-        default:
-          break;
-      }
+      if (IsTrainingState(buffer.role)) unit_buffers_[buffer.unit].push_back(id);
+      if (buffer.role == BufferRole::kParamUnsharded) has_unsharded_[buffer.unit] = true;
     }
   }
 
@@ -144,33 +125,17 @@ class GraphBuilder {
   // The model's own work, what it sees of the parameters, what the user calls; and memory that serves
   // something that the plan does not show.
   bool IsFixed(const Instruction& i) const {
-    switch (i.kind) {
-      case InstructionKind::kCompute:
-      case InstructionKind::kBindUnsharded:
-      case InstructionKind::kBindSharded:
-      case InstructionKind::kOptimizerStep:
-      case InstructionKind::kZeroGrad:
+    switch (DescriptionOf(i.kind).family) {
+      case InstructionFamily::kCompute:
+      case InstructionFamily::kBind:
+      case InstructionFamily::kOptimizer:
         return true;
-      case InstructionKind::kAllocate:
-        return !used_[i.dst];
-      case InstructionKind::kFree:
-        return !used_[i.src];
-      case InstructionKind::kCopyIn:
-      case InstructionKind::kAllGather:
-      case InstructionKind::kCopyOut:
-      case InstructionKind::kReshardPostForward:
-      case InstructionKind::kGradCopyIn:
-      case InstructionKind::kGradScale:
-      case InstructionKind::kGradZero:
-      case InstructionKind::kReduceScatter:
-      case InstructionKind::kAllReduce:
-      case InstructionKind::kGradCast:
-      case InstructionKind::kGradAccumulate:
-      case InstructionKind::kCopyToHost:
-      case InstructionKind::kCopyToDevice:
-      case InstructionKind::kRecord:
-      case InstructionKind::kWait:
-      case InstructionKind::kHostWait:
+      case InstructionFamily::kMemory:
+        return !used_[i.dst >= 0 ? i.dst : i.src];
+      case InstructionFamily::kCopy:
+      case InstructionFamily::kCollective:
+      case InstructionFamily::kScale:
+      case InstructionFamily::kOrder:
         return false;
     }
     return false;
@@ -206,42 +171,25 @@ class GraphBuilder {
       Edge(last_on_communicator_[i.communicator], at_, EdgeKind::kCommunicator);
       last_on_communicator_[i.communicator] = at_;
     }
-    switch (i.kind) {
-      case InstructionKind::kAllocate:
-        return Allocate(i);
-      case InstructionKind::kFree:
-        return Free(i);
-      case InstructionKind::kBindUnsharded:
-      case InstructionKind::kBindSharded:
+    switch (DescriptionOf(i.kind).family) {
+      case InstructionFamily::kMemory:
+        return DescriptionOf(i.kind).lifetime == LifetimeEffect::kBegins ? Allocate(i) : Free(i);
+      case InstructionFamily::kBind:
         return Bind(i);
-      case InstructionKind::kZeroGrad:
-        return ZeroGrad(i);
-      case InstructionKind::kGradCast:
+      case InstructionFamily::kCopy:
+      case InstructionFamily::kCollective:
+      case InstructionFamily::kScale:
         return alive_.MakesView(i) ? MakeView(i) : Move(i);
-      case InstructionKind::kCopyIn:
-      case InstructionKind::kAllGather:
-      case InstructionKind::kCopyOut:
-      case InstructionKind::kReshardPostForward:
-      case InstructionKind::kGradCopyIn:
-      case InstructionKind::kGradScale:
-      case InstructionKind::kGradZero:
-      case InstructionKind::kReduceScatter:
-      case InstructionKind::kAllReduce:
-      case InstructionKind::kGradAccumulate:
-      case InstructionKind::kCopyToHost:
-      case InstructionKind::kCopyToDevice:
-        return Move(i);
-      case InstructionKind::kRecord:
+      case InstructionFamily::kOrder:
         Issue(i);
-        return Write(events_[i.event], EdgeKind::kEvent);
-      case InstructionKind::kWait:
-      case InstructionKind::kHostWait:
-        Issue(i);
-        return Read(events_[i.event], EdgeKind::kEvent);
-      case InstructionKind::kCompute:
+        return DescriptionOf(i.kind).order == OrderEffect::kRecords
+                   ? Write(events_[i.event], EdgeKind::kEvent)
+                   : Read(events_[i.event], EdgeKind::kEvent);
+      case InstructionFamily::kCompute:
         Issue(i);
         return Compute(i);
-      case InstructionKind::kOptimizerStep:
+      case InstructionFamily::kOptimizer:
+        if (!IsWork(i.kind)) return ZeroGrad(i);
         Issue(i);
         return StepOptimizer(i);
     }

@@ -27,18 +27,29 @@ OptimizerMemory::OptimizerMemory(const Strategy& strategy, const Partition& part
 Status OptimizerMemory::Check() const {
   const bool offloads = std::ranges::any_of(partition_.units, &UnitChoice::cpu_offload);
   if (Status s = CheckGradDTypes(); !s) return s;
+  if (Status s = CheckWholeMatrices(); !s) return s;
   if (!optimizer_.capturable || !offloads) return {};
   return MakeInputError("/optimizer/capturable",
                         "a capturable optimizer does not step parameters in host memory", "true",
                         "no cpu_offload");
 }
 
+Status OptimizerMemory::CheckWholeMatrices() const {
+  const OptimizerDescription& is = DescriptionOf(optimizer_.kind);
+  const bool sharded =
+      std::ranges::any_of(partition_.units, [](const UnitChoice& choice) { return choice.shard_size > 1; });
+  if (!is.whole_matrices || !sharded) return {};
+  return MakeInputError("/optimizer/kind", "no policy gathers whole matrices for the optimizer's step",
+                        std::string(is.name), "an optimizer that steps shards");
+}
+
 // torch's Adam and AdamW interpolate between a state in the parameter's dtype and the gradient; fused kernels
 // take one dtype.
 Status OptimizerMemory::CheckGradDTypes() const {
-  const bool adam = optimizer_.kind == OptimizerKind::kAdam || optimizer_.kind == OptimizerKind::kAdamW;
+  const OptimizerDescription& is = DescriptionOf(optimizer_.kind);
+  const bool one_dtype = is.gradients == GradientDType::kOfParameter;
   const bool fused = ImplementationOf(optimizer_) == OptimizerImplementation::kFused;
-  if (optimizer_.kind == OptimizerKind::kNone || (!adam && !fused)) return {};
+  if (optimizer_.kind == OptimizerKind::kNone || (!one_dtype && !fused)) return {};
   for (const UnitChoice& choice : partition_.units) {
     const bool flat = choice.unit.layout == LayoutKind::kFlat;
     for (const UnitParameter& parameter : choice.unit.parameters) {
@@ -51,10 +62,7 @@ Status OptimizerMemory::CheckGradDTypes() const {
               "another dtype than its own ({})",
               Name(parameter.dtype), Name(found), parameter.fqn,
               flat ? "keep_low_precision_grads" : "grad_dtype"),
-          optimizer_.kind == OptimizerKind::kAdamW  ? "adamw"
-          : optimizer_.kind == OptimizerKind::kAdam ? "adam"
-                                                    : "a fused kernel",
-          "sgd or adafactor, not fused; or none");
+          one_dtype ? std::string(is.name) : "a fused kernel", "sgd or adafactor, not fused; or none");
     }
   }
   return {};

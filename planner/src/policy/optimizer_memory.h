@@ -6,7 +6,7 @@
 
 #include "shardplan/planner/program_builder.h"
 #include "shardplan/schemas/error.h"
-#include "shardplan/simulator/optimizer_tensors.h"
+#include "shardplan/schemas/optimizers.h"
 #include "units/partition.h"
 
 namespace shardplan {
@@ -39,6 +39,7 @@ class OptimizerMemory {
 
  private:
   Status CheckGradDTypes() const;
+  Status CheckWholeMatrices() const;
   DType FlatGradDType(const UnitChoice& choice) const;
   void AllocateStates(UnitId unit, const std::vector<OptimizerShard>& shards, StreamId stream);
   std::vector<OptimizerShard> ShardsOf(const SteppedUnit& stepped) const;

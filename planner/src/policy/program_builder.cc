@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <set>
 
+#include "shardplan/schemas/buffer_roles.h"
 #include "units/partition.h"
 
 namespace shardplan {
@@ -15,19 +16,20 @@ constexpr std::string_view kOnDemand = ".on_demand";
 
 // Buffers that a procedure finds as a step has left them, and the reverse.
 bool IsStateOfUnit(const Buffer& buffer) {
-  switch (buffer.role) {
-    case BufferRole::kParamUnsharded:
-    case BufferRole::kExtensionGathered:
-    case BufferRole::kExtensionUnsharded:
-    case BufferRole::kGradUnshardedAccumulated:
-    case BufferRole::kPartialReduceOutput:
-    case BufferRole::kInnerReduceAccumulated:
-    case BufferRole::kOptimizerState:
-    case BufferRole::kOptimizerTemp:
+  switch (LifetimeOf(buffer.role)) {
+    case RoleLifetime::kUnsharded:
+    case RoleLifetime::kAccumulated:
+    case RoleLifetime::kOptimizer:
       return true;
-    default:
+    case RoleLifetime::kState:
+      return IsOptimizerMemory(buffer.role) || buffer.persistent;
+    case RoleLifetime::kScratch:
+    case RoleLifetime::kBackward:
+    case RoleLifetime::kPasses:
+    case RoleLifetime::kPersistent:
       return buffer.persistent;
   }
+  return buffer.persistent;
 }
 
 // The pass raised before the engine came to add it up.

@@ -7,6 +7,7 @@
 
 #include "checkpoints/layouts/mesh_digits.h"
 #include "shardplan/checkpoints/reshard.h"
+#include "shardplan/schemas/optimizers.h"
 
 namespace shardplan {
 namespace {
@@ -21,36 +22,32 @@ class LayoutOfPlan {
 
   Result<StateLayout> Run() {
     const Optimizer& optimizer = plan_.strategy.optimizer;
-    if (optimizer.kind == OptimizerKind::kAdafactor)
+    if (!StatesHaveParameterShapes(optimizer.kind)) {
+      const std::string_view name = DescriptionOf(optimizer.kind).name;
       return MakeInputError("/strategy/optimizer/kind",
-                            "the state of adafactor has other shapes than its parameters", "adafactor",
-                            "sgd, adam, adamw or none");
+                            fmt::format("the state of {} has other shapes than its parameters", name),
+                            std::string(name), NamesOf(KindsThatAreCut(), "or"));
+    }
     if (Status status = Add("", nullptr); !status) return std::unexpected(status.error());
-    for (const char* state : StatesOf(optimizer)) {
-      if (Status status = Add("state.", state); !status) return std::unexpected(status.error());
+    for (const OptimizerStateDescription& state : StatesOf(optimizer)) {
+      if (Status status = Add("state.", &state); !status) return std::unexpected(status.error());
     }
     return std::move(layout_);
   }
 
  private:
-  static std::vector<const char*> StatesOf(const Optimizer& optimizer) {
-    switch (optimizer.kind) {
-      case OptimizerKind::kAdam:
-      case OptimizerKind::kAdamW:
-        if (optimizer.amsgrad) return {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
-        return {"step", "exp_avg", "exp_avg_sq"};
-      case OptimizerKind::kSgd:
-        if (optimizer.momentum) return {"momentum_buffer"};
-        return {};
-      default:
-        return {};
+  static OptimizerSet KindsThatAreCut() {
+    OptimizerSet kinds = 0;
+    for (const OptimizerDescription& is : kOptimizers) {
+      if (StatesHaveParameterShapes(is.kind)) kinds |= OptimizersIn({is.kind});
     }
+    return kinds;
   }
 
   // Adds from every unit the parameters (`state` is null), or one kind of state.
-  Status Add(const std::string& prefix, const char* state) {
-    const std::string suffix = state == nullptr ? "" : fmt::format(".{}", state);
-    const bool is_step = suffix == ".step";
+  Status Add(const std::string& prefix, const OptimizerStateDescription* state) {
+    const std::string suffix = state == nullptr ? "" : fmt::format(".{}", state->name);
+    const bool is_step = state != nullptr && state->shape == StateShape::kScalar;
     for (std::size_t u = 0; u < plan_.units.size(); ++u) {
       const Unit& unit = plan_.units[u];
       const std::string at = fmt::format("/units/{}", u);

@@ -209,8 +209,7 @@ class StepDiff {
       return first == std::string::npos ? line : line.substr(0, line.find(' ', first + 1));
     };
     const InstructionKind kind = a.line->instruction->kind;
-    return kind == b.line->instruction->kind && kind != InstructionKind::kRecord &&
-           kind != InstructionKind::kWait && kind != InstructionKind::kHostWait &&
+    return kind == b.line->instruction->kind && !IsOrder(kind) &&
            subject(a.line->text) == subject(b.line->text);
   }
 

@@ -111,7 +111,7 @@ inline constexpr auto kFields<Device> = FieldList(
         .AtMost(kWholePpm / 10),
     Optional("table_name", &Device::table_name, "What tables of measurements call it."),
     Optional("multiprocessors", &Device::multiprocessors,
-             "What the memory inside of some kernels depends on; 0: known by the name."));
+             "What the memory inside of some kernels depends on; 0: as an H100."));
 
 template <>
 inline constexpr bool kIsBlock<Host> = true;

@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <set>
 #include <string>
@@ -12,6 +13,7 @@
 
 #include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/pytorch_rules.h"
 
@@ -162,27 +164,26 @@ class StrategyCheck {
   // ---- the optimizer ----
 
   Status CheckOptimizer() const {
-    using enum OptimizerKind;
     const Optimizer& optimizer = strategy_.optimizer;
-    const bool adam = optimizer.kind == kAdam || optimizer.kind == kAdamW;
+    const OptimizerDescription& is = DescriptionOf(optimizer.kind);
     const auto refuse = [](std::string_view field, std::string_view why, std::string_view expected) {
       return MakeInputError(fmt::format("/optimizer/{}", field), std::string(why), "true",
                             std::string(expected));
     };
-    if (optimizer.momentum && optimizer.kind != kSgd) {
-      return refuse("momentum", "only sgd has this argument", "kind sgd");
+    for (const OptimizerArgument& argument : optimizers::kArguments) {
+      if (!(optimizer.*argument.argument) || Has(argument.takes, optimizer.kind)) continue;
+      if (argument.argument == &Optimizer::nesterov) break;  // says what it requires below
+      const std::string takers = NamesOf(argument.takes, "and");
+      const bool several = std::popcount(argument.takes) > 1;
+      return refuse(argument.name, fmt::format("only {} {} this argument", takers, several ? "have" : "has"),
+                    "kind " + NamesOf(argument.takes, "or"));
     }
     if (optimizer.nesterov && !optimizer.momentum) {
       return refuse("nesterov", "Nesterov momentum requires a momentum", "kind sgd with momentum true");
     }
-    if (optimizer.amsgrad && !adam) {
-      return refuse("amsgrad", "only adam and adamw have this argument", "kind adam or adamw");
-    }
-    if (optimizer.capturable && !adam) {
-      return refuse("capturable", "only adam and adamw have this argument", "kind adam or adamw");
-    }
-    if (optimizer.kind == kAdafactor && optimizer.implementation == OptimizerImplementation::kFused) {
-      return MakeInputError("/optimizer/implementation", "Adafactor has no fused implementation", "fused",
+    if (!is.has_fused && optimizer.implementation == OptimizerImplementation::kFused) {
+      return MakeInputError("/optimizer/implementation",
+                            fmt::format("{} has no fused implementation", is.pytorch), "fused",
                             "for_loop or foreach");
     }
     if (IsFsdp1() && optimizer.in_backward && !strategy_.fsdp1.use_orig_params) {

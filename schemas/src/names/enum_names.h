@@ -8,8 +8,10 @@
 #include <string>
 #include <string_view>
 
+#include "shardplan/schemas/buffer_roles.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/optimization.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
@@ -40,17 +42,10 @@ SHARDPLAN_ENUM_NAMES(Fsdp1Sharding, "full_shard", "shard_grad_op", "no_shard", "
 SHARDPLAN_ENUM_NAMES(Fsdp1BackwardPrefetch, "none", "backward_pre", "backward_post");
 SHARDPLAN_ENUM_NAMES(Fsdp1CommHook, "none", "allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook",
                      "bf16_compress_hook");
-SHARDPLAN_ENUM_NAMES(OptimizerKind, "none", "sgd", "adamw", "adam", "adafactor");
 SHARDPLAN_ENUM_NAMES(OptimizerImplementation, "for_loop", "foreach", "fused");
 SHARDPLAN_ENUM_NAMES(LayoutKind, "per_parameter", "flat");
 SHARDPLAN_ENUM_NAMES(MemoryKind, "device", "pinned_host", "host");
 SHARDPLAN_ENUM_NAMES(ReduceOp, "sum", "average");
-SHARDPLAN_ENUM_NAMES(BufferRole, "param_sharded", "param_unsharded", "param_post_forward_shard",
-                     "all_gather_input", "all_gather_output", "reduce_scatter_input", "reduce_scatter_output",
-                     "grad_unsharded", "grad_unsharded_accumulated", "grad_sharded", "grad_host",
-                     "optimizer_state", "optimizer_temp", "order_check", "model_buffer", "extension_gathered",
-                     "extension_unsharded", "partial_reduce_output", "inner_reduce_output",
-                     "inner_reduce_accumulated", "activation", "activation_host");
 SHARDPLAN_ENUM_NAMES(SegmentPhase, "forward", "loss", "backward", "recompute");
 SHARDPLAN_ENUM_NAMES(ProcedureKind, "unshard", "reshard", "unshard_full_precision", "reshard_full_precision",
                      "reduce", "accumulate", "accumulate_again", "reduce_accumulated", "reduce_kept",
@@ -73,6 +68,20 @@ template <>
 inline constexpr auto kEnumNames<InstructionKind> = [] {
   std::array<std::string_view, kInstructionKinds> names;
   for (std::size_t k = 0; k < names.size(); ++k) names[k] = kInstructionSet[k].name;
+  return names;
+}();
+
+template <>
+inline constexpr auto kEnumNames<BufferRole> = [] {
+  std::array<std::string_view, kBufferRoles> names;
+  for (std::size_t r = 0; r < names.size(); ++r) names[r] = kBufferRoleTable[r].name;
+  return names;
+}();
+
+template <>
+inline constexpr auto kEnumNames<OptimizerKind> = [] {
+  std::array<std::string_view, kOptimizerKinds> names;
+  for (std::size_t k = 0; k < names.size(); ++k) names[k] = kOptimizers[k].name;
   return names;
 }();
 

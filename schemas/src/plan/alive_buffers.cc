@@ -3,6 +3,8 @@
 
 #include <iterator>
 
+#include "shardplan/schemas/instruction_set.h"
+
 namespace shardplan {
 
 bool MakesView(const Plan& plan, const Instruction& grad_cast, bool dst_is_alive) {
@@ -11,22 +13,15 @@ bool MakesView(const Plan& plan, const Instruction& grad_cast, bool dst_is_alive
   return !dst_is_alive && src.dtype == dst.dtype && src.memory == dst.memory;
 }
 
-bool IsFinalGradient(BufferRole role) {
-  return role == BufferRole::kGradSharded || role == BufferRole::kGradHost;
-}
-
-bool IsPartlyReduced(BufferRole role) {
-  return role == BufferRole::kPartialReduceOutput || role == BufferRole::kInnerReduceAccumulated;
-}
-
 bool ZeroGradTakes(UnitId unit, const Buffer& buffer) {
   return IsFinalGradient(buffer.role) && (unit < 0 || buffer.unit == unit);
 }
 
 bool IsOneAllocation(const Buffer& buffer) {
-  return !buffer.parts_bytes.empty() &&
-         (buffer.role == BufferRole::kGradSharded || buffer.role == BufferRole::kReduceScatterOutput ||
-          buffer.role == BufferRole::kInnerReduceOutput || IsPartlyReduced(buffer.role));
+  const BufferRoleDescription& is = DescriptionOf(buffer.role);
+  const bool scattered = is.reduction == RoleReduction::kInner || is.reduction == RoleReduction::kPartial ||
+                         is.reduction == RoleReduction::kReduced;
+  return scattered && is.memory == RoleMemory::kDevice && !buffer.parts_bytes.empty();
 }
 
 AliveBuffers::AliveBuffers(const Plan& plan) : plan_(plan), alive_(plan.buffers.size()) {
@@ -43,46 +38,28 @@ void AliveBuffers::Set(BufferId buffer, bool alive) {
 
 bool AliveBuffers::MakesView(const Instruction& instruction) const {
   const auto exists = [&](BufferId buffer) { return buffer >= 0 && buffer < std::ssize(plan_.buffers); };
-  return instruction.kind == InstructionKind::kGradCast && exists(instruction.src) &&
+  return DescriptionOf(instruction.kind).lifetime == LifetimeEffect::kView && exists(instruction.src) &&
          exists(instruction.dst) && shardplan::MakesView(plan_, instruction, IsAlive(instruction.dst));
 }
 
 void AliveBuffers::Pass(const Instruction& instruction) {
-  switch (instruction.kind) {
-    case InstructionKind::kAllocate:
+  switch (DescriptionOf(instruction.kind).lifetime) {
+    case LifetimeEffect::kNone:
+      break;
+    case LifetimeEffect::kBegins:
       Set(instruction.dst, true);
       break;
-    case InstructionKind::kFree:
+    case LifetimeEffect::kEnds:
       if (instruction.parts.empty()) Set(instruction.src, false);
       break;
-    case InstructionKind::kGradCast:
+    case LifetimeEffect::kView:
       if (MakesView(instruction)) Set(instruction.dst, true);
       break;
-    case InstructionKind::kZeroGrad:
+    case LifetimeEffect::kDrops:
       for (std::size_t b = 0; b < alive_.size(); ++b) {
         const Buffer& buffer = plan_.buffers[b];
         if (ZeroGradTakes(instruction.unit, buffer) && !buffer.persistent) alive_[b] = false;
       }
-      break;
-    case InstructionKind::kCompute:
-    case InstructionKind::kBindUnsharded:
-    case InstructionKind::kBindSharded:
-    case InstructionKind::kCopyIn:
-    case InstructionKind::kAllGather:
-    case InstructionKind::kCopyOut:
-    case InstructionKind::kReshardPostForward:
-    case InstructionKind::kGradCopyIn:
-    case InstructionKind::kGradScale:
-    case InstructionKind::kGradZero:
-    case InstructionKind::kReduceScatter:
-    case InstructionKind::kAllReduce:
-    case InstructionKind::kGradAccumulate:
-    case InstructionKind::kCopyToHost:
-    case InstructionKind::kCopyToDevice:
-    case InstructionKind::kRecord:
-    case InstructionKind::kWait:
-    case InstructionKind::kHostWait:
-    case InstructionKind::kOptimizerStep:
       break;
   }
 }

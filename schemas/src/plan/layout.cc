@@ -3,8 +3,6 @@
 
 #include <algorithm>
 
-#include "shardplan/schemas/instruction_set.h"
-
 namespace shardplan {
 namespace {
 
@@ -20,8 +18,6 @@ std::int64_t Product(const std::vector<std::int64_t>& shape, std::size_t first) 
 std::int64_t ShardCount(const Plan& plan, const Unit& unit) {
   return unit.shard_communicator < 0 ? 1 : plan.communicators[unit.shard_communicator].size;
 }
-
-bool IsInnerReduced(BufferRole role) { return Has(instruction_set::kInnerReduced, role); }
 
 std::int64_t InnerSlot(std::int64_t piece, std::int64_t inner, std::int64_t shards) {
   return piece % inner * (shards / inner) + piece / inner;
@@ -53,6 +49,21 @@ std::vector<std::int64_t> ShardShape(const UnitParameter& parameter, std::int64_
 
 DType ComputeDType(const Unit& unit, const UnitParameter& parameter) {
   return parameter.param_dtype.value_or(unit.param_dtype);
+}
+
+DType GatheredDType(const Unit& unit, const UnitParameter& parameter) {
+  return parameter.gathered.empty() ? ComputeDType(unit, parameter) : parameter.gathered.front().dtype;
+}
+
+bool HoldsGathered(const Unit& unit, const Buffer& buffer) {
+  const RoleDType dtype = DescriptionOf(buffer.role).dtype;
+  return dtype == RoleDType::kGathered ||
+         (dtype == RoleDType::kGatheredOrOriginal && buffer.dtype == unit.param_dtype);
+}
+
+DType DTypeIn(const Unit& unit, const UnitParameter& parameter, const Buffer& buffer) {
+  if (DescriptionOf(buffer.role).dtype == RoleDType::kOriginal) return parameter.dtype;
+  return HoldsGathered(unit, buffer) ? GatheredDType(unit, parameter) : buffer.dtype;
 }
 
 std::vector<std::int32_t> ParametersOf(const Plan& plan, const Buffer& buffer) {

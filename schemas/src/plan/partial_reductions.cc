@@ -6,6 +6,7 @@
 #include <ranges>
 
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/program.h"
 
@@ -30,8 +31,7 @@ std::vector<Instruction> ChainTo(const Plan& plan, const Trigger& trigger, std::
   for (std::size_t k = last + 1; k-- > 0;) {
     const Instruction& i = trigger.instructions[k];
     if (i.kind == kGradZero && IsAmong(wanted, i.dst)) return {};
-    const bool orders =
-        i.kind == kAllocate || i.kind == kFree || i.kind == kRecord || i.kind == kWait || i.kind == kHostWait;
+    const bool orders = DescriptionOf(i.kind).family == InstructionFamily::kMemory || IsOrder(i.kind);
     if (orders || (!IsAmong(wanted, i.dst) && !(i.kind == kGradScale && IsAmong(wanted, i.src)))) continue;
     if (i.kind != kGradScale) made.push_back(i.dst);
     if (IsInPlan(plan, i.src) && !IsAmong(wanted, i.src)) wanted.push_back(i.src);

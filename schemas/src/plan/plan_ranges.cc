@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <string_view>
 
+#include "shardplan/schemas/instruction_set.h"
+
 namespace shardplan {
 namespace {
 
@@ -123,81 +125,59 @@ PlanRanges::Range PlanRanges::RangeOf(TriggerKind kind) {
 
 PlanRanges::Range PlanRanges::RangeOfMemory(BufferId buffer, bool allocates) const {
   const Buffer& of = plan_.buffers[static_cast<std::size_t>(buffer)];
-  switch (of.role) {
-    case BufferRole::kAllGatherInput:
+  switch (DescriptionOf(of.role).range) {
+    case RoleRange::kNone:
+      return Range::kNone;
+    case RoleRange::kAllGather:
       return Range::kAllGather;
-    case BufferRole::kAllGatherOutput:
-    case BufferRole::kExtensionGathered:
+    case RoleRange::kGathered:
       return allocates ? Range::kAllGather : Range::kNone;
-    case BufferRole::kParamUnsharded:
+    case RoleRange::kUnsharded:
       if (!allocates) return InBackward() ? Range::kReshard : Range::kNone;
       return plan_.units[static_cast<std::size_t>(of.unit)].layout == LayoutKind::kFlat ? Range::kAllGather
                                                                                         : Range::kCopyOut;
-    case BufferRole::kReduceScatterInput:
+    case RoleRange::kReduceScatter:
       if (allocates) return Range::kReduce;
       return not_reduced_ >= 0 ? Range::kReduceScatterWait : Range::kNone;
-    case BufferRole::kReduceScatterOutput:
-    case BufferRole::kPartialReduceOutput:
-    case BufferRole::kInnerReduceOutput:
-    case BufferRole::kInnerReduceAccumulated:
-    case BufferRole::kGradSharded:
-    case BufferRole::kGradHost:
-    case BufferRole::kGradUnsharded:
+    case RoleRange::kReduce:
       return InBackward() ? Range::kReduce : Range::kNone;
-    default:
-      return Range::kNone;
   }
+  return Range::kNone;
 }
 
-bool PlanRanges::HasRole(BufferId buffer, BufferRole role) const {
-  return plan_.buffers[static_cast<std::size_t>(buffer)].role == role;
+// The model's own copies between device and host are in no range.
+bool PlanRanges::MovesActivation(const Instruction& instruction) const {
+  const auto is_activation = [&](BufferId buffer) {
+    return buffer >= 0 && IsActivation(plan_.buffers[static_cast<std::size_t>(buffer)].role);
+  };
+  return DescriptionOf(instruction.kind).value == ValueEffect::kMovesMemory &&
+         (is_activation(instruction.src) || is_activation(instruction.dst));
 }
 
 PlanRanges::Range PlanRanges::RangeOf(const Instruction& instruction) const {
-  switch (instruction.kind) {
-    case InstructionKind::kAllocate:
-      return RangeOfMemory(instruction.dst, true);
-    case InstructionKind::kFree:
-      return RangeOfMemory(instruction.src, false);
-    case InstructionKind::kCopyToDevice:
-      if (HasRole(instruction.dst, BufferRole::kActivation)) return Range::kNone;
-      return Range::kAllGather;
-    case InstructionKind::kCopyIn:
-    case InstructionKind::kAllGather:
-      return Range::kAllGather;
-    case InstructionKind::kCopyOut:
-      return Range::kCopyOut;
-    case InstructionKind::kGradCopyIn:
-    case InstructionKind::kGradScale:
-    case InstructionKind::kGradZero:
-    case InstructionKind::kReduceScatter:
-    case InstructionKind::kAllReduce:
-    case InstructionKind::kGradCast:
-    case InstructionKind::kGradAccumulate:
-      return Range::kReduce;
-    case InstructionKind::kCopyToHost:
-      return HasRole(instruction.src, BufferRole::kActivation) ? Range::kNone : Range::kReduce;
-    case InstructionKind::kBindSharded:
-      return InBackward() ? Range::kReshard : Range::kNone;
-    case InstructionKind::kCompute:
-    case InstructionKind::kBindUnsharded:
-    case InstructionKind::kReshardPostForward:
-    case InstructionKind::kRecord:
-    case InstructionKind::kWait:
-    case InstructionKind::kHostWait:
-    case InstructionKind::kOptimizerStep:
-    case InstructionKind::kZeroGrad:
+  if (MovesActivation(instruction)) return Range::kNone;
+  switch (DescriptionOf(instruction.kind).range) {
+    case InstructionRange::kNone:
       return Range::kNone;
+    case InstructionRange::kOfRole: {
+      const bool begins = DescriptionOf(instruction.kind).lifetime == LifetimeEffect::kBegins;
+      return RangeOfMemory(begins ? instruction.dst : instruction.src, begins);
+    }
+    case InstructionRange::kAllGather:
+      return Range::kAllGather;
+    case InstructionRange::kCopyOut:
+      return Range::kCopyOut;
+    case InstructionRange::kReduce:
+      return Range::kReduce;
+    case InstructionRange::kReshard:
+      return InBackward() ? Range::kReshard : Range::kNone;
   }
   return Range::kNone;
 }
 
 // Records and waits are in the range of what is around them.
 void PlanRanges::EnterInstruction(const Instruction& instruction) {
-  const bool orders = instruction.kind == InstructionKind::kRecord ||
-                      instruction.kind == InstructionKind::kWait ||
-                      instruction.kind == InstructionKind::kHostWait;
-  if (orders) return;
+  if (IsOrder(instruction.kind)) return;
   if (open_[kOfTrigger].range == Range::kRootPreForward) Set(kOfTrigger, Range::kPreForward, unit_);
   if (trigger_ == TriggerKind::kUserCall && open_[kOfTrigger].range == Range::kNone)
     Set(kOfTrigger, Range::kUserCall, unit_);

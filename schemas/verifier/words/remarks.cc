@@ -7,6 +7,7 @@
 #include <map>
 #include <optional>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/verifier/verifier.h"
 #include "verifier/words/report.h"
@@ -110,55 +111,43 @@ class Observer {
   }
 
   void On(const Instruction& i, Position at) {
-    switch (i.kind) {
-      case InstructionKind::kAllocate:
-        outdated_[i.dst] = 0;
-        break;
-      case InstructionKind::kCopyIn:
-      case InstructionKind::kCopyOut:
-      case InstructionKind::kReshardPostForward:
-      case InstructionKind::kCopyToHost:
-      case InstructionKind::kCopyToDevice:
-        PassOn(i);
-        break;
-      case InstructionKind::kAllGather: {
-        PassOn(i);
-        const UnitId unit = UnitOf(i, i.dst);
-        if (unit < 0) break;
-        units_[unit].gathered = at;
-        if (plan_.units[unit].layout == LayoutKind::kFlat) flat_.insert_or_assign(i.dst, FlatCopy{unit, at});
-        break;
-      }
-      case InstructionKind::kBindUnsharded:
-        OnBind(UnitOf(i, i.src), i.src, at);
-        break;
-      case InstructionKind::kBindSharded:
-        OnShard(UnitOf(i, i.src));
-        break;
-      case InstructionKind::kFree:
-        OnFree(i);
-        break;
-      case InstructionKind::kCompute:
+    switch (DescriptionOf(i.kind).family) {
+      case InstructionFamily::kMemory:
+        return DescriptionOf(i.kind).lifetime == LifetimeEffect::kBegins ? Begin(i.dst) : OnFree(i);
+      case InstructionFamily::kBind:
+        return i.kind == InstructionKind::kBindUnsharded ? OnBind(UnitOf(i, i.src), i.src, at)
+                                                         : OnShard(UnitOf(i, i.src));
+      case InstructionFamily::kCopy:
+      case InstructionFamily::kCollective:
+      case InstructionFamily::kScale:
+        return OnMove(i, at);
+      case InstructionFamily::kCompute:
         for (const UnitId unit : plan_.segments[i.segment].reads) OnRead(unit, at);
-        break;
-      case InstructionKind::kOptimizerStep:
-        for (std::size_t u = 0; u < units_.size(); ++u) {
-          const bool trains = std::ranges::any_of(plan_.units[u].parameters, &UnitParameter::requires_grad);
-          if (trains && (i.unit < 0 || i.unit == static_cast<UnitId>(u))) Outdate(static_cast<UnitId>(u));
-        }
-        break;
-      case InstructionKind::kGradCopyIn:
-      case InstructionKind::kGradScale:
-      case InstructionKind::kGradZero:
-      case InstructionKind::kReduceScatter:
-      case InstructionKind::kAllReduce:
-      case InstructionKind::kGradCast:
-      case InstructionKind::kGradAccumulate:
-      case InstructionKind::kRecord:
-      case InstructionKind::kWait:
-      case InstructionKind::kHostWait:
-      case InstructionKind::kZeroGrad:
-        break;
+        return;
+      case InstructionFamily::kOptimizer:
+        return OnOptimizer(i);
+      case InstructionFamily::kOrder:
+        return;
+    }
+  }
+
+  void Begin(BufferId buffer) { outdated_[buffer] = 0; }
+
+  void OnMove(const Instruction& i, Position at) {
+    const ValueEffect value = DescriptionOf(i.kind).value;
+    if (value == ValueEffect::kUnshards || value == ValueEffect::kMovesMemory) PassOn(i);
+    if (value != ValueEffect::kUnshards || !IsCollective(i.kind)) return;
+    const UnitId unit = UnitOf(i, i.dst);
+    if (unit < 0) return;
+    units_[unit].gathered = at;
+    if (plan_.units[unit].layout == LayoutKind::kFlat) flat_.insert_or_assign(i.dst, FlatCopy{unit, at});
+  }
+
+  void OnOptimizer(const Instruction& i) {
+    if (DescriptionOf(i.kind).value != ValueEffect::kSteps) return;
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+      const bool trains = std::ranges::any_of(plan_.units[u].parameters, &UnitParameter::requires_grad);
+      if (trains && (i.unit < 0 || i.unit == static_cast<UnitId>(u))) Outdate(static_cast<UnitId>(u));
     }
   }
 

@@ -8,7 +8,6 @@
 
 namespace shardplan {
 
-inline constexpr std::int64_t kMinBlockBytes = 512;          // every size is a multiple of it
 inline constexpr std::int64_t kSmallBytes = 1 << 20;         // the largest request of the small pool
 inline constexpr std::int64_t kSmallSegmentBytes = 2 << 20;  // segment and page of the small pool
 inline constexpr std::int64_t kMinLargeAllocBytes =
@@ -16,12 +15,5 @@ inline constexpr std::int64_t kMinLargeAllocBytes =
 inline constexpr std::int64_t kRoundLargeBytes = 2 << 20;  // ... of a multiple of this
 
 constexpr bool IsSmall(std::int64_t rounded_bytes) { return rounded_bytes <= kSmallBytes; }
-
-constexpr std::int64_t RoundUp(std::int64_t bytes, std::int64_t multiple) {
-  return (bytes + multiple - 1) / multiple * multiple;
-}
-
-// Of a tensor, without settings that round sizes further.
-constexpr Bytes InBlocks(Bytes requested) { return {RoundUp(requested.value, kMinBlockBytes)}; }
 
 }  // namespace shardplan

@@ -10,6 +10,7 @@
 #include "cost/operator_costs.h"
 #include "cost/optimizer_cost.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/program.h"
 #include "shardplan/simulator/lower_bound.h"
 
@@ -247,7 +248,7 @@ class StepWorkBuilder {
       const std::int64_t stepped = share - kAlignment;
       if (!all_train || stepped <= 0) continue;
       trained_bytes += stepped * parameter.stored;
-      if (optimizer.kind == OptimizerKind::kAdafactor) continue;  // as large as rows and columns
+      if (!StatesHaveParameterShapes(optimizer.kind)) continue;  // as large as rows and columns
       const OptimizerShard shard{.shape = {stepped}, .dtype = trace_.parameters[p].dtype};
       for (const Bytes state : OptimizerStates(optimizer, shard)) state_bytes += state.value;
     }

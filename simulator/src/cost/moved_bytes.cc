@@ -14,17 +14,23 @@ CopiedBytes MovedBy(const Plan& plan, const Instruction& copy) {
   const Buffer& dst = !Has(is.dst) ? src : plan.buffers[static_cast<std::size_t>(copy.dst)];
   const Bytes read = SizeBytes(src);
   const Bytes written = SizeBytes(dst);
-  if (copy.kind == InstructionKind::kCopyIn || copy.kind == InstructionKind::kReshardPostForward) {
-    // Only this rank's part moves, whichever of the two buffers holds the other ranks' parts too.
-    const std::int64_t elements =
-        std::min(read.value / SizeBytes(src.dtype), written.value / SizeBytes(dst.dtype));
-    return {{elements * SizeBytes(src.dtype)}, {elements * SizeBytes(dst.dtype)}};
-  }
-  if (copy.kind ==
-      InstructionKind::kGradCopyIn) {  // of several that bring their parameters, each moves its own
-    const std::int64_t elements = read.value / SizeBytes(src.dtype);
-    const bool one_of_several = src.parameters.size() < dst.parameters.size();
-    return {read, one_of_several ? Bytes{elements * SizeBytes(dst.dtype)} : written};
+  switch (is.movement) {
+    case Movement::kToSlot:
+    case Movement::kToPostForward: {
+      // Only this rank's part moves, whichever of the two buffers holds the other ranks' parts too.
+      const std::int64_t elements =
+          std::min(read.value / SizeBytes(src.dtype), written.value / SizeBytes(dst.dtype));
+      return {{elements * SizeBytes(src.dtype)}, {elements * SizeBytes(dst.dtype)}};
+    }
+    case Movement::kToSlots: {  // of several that bring their parameters, each moves its own
+      const std::int64_t elements = read.value / SizeBytes(src.dtype);
+      const bool one_of_several = src.parameters.size() < dst.parameters.size();
+      return {read, one_of_several ? Bytes{elements * SizeBytes(dst.dtype)} : written};
+    }
+    case Movement::kFromSlots:
+    case Movement::kWithin:
+    case Movement::kNone:
+      break;
   }
   return {Reads(is.dst) ? read + written : read, written};
 }

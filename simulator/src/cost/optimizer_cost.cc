@@ -6,70 +6,14 @@
 
 #include "cost/fixed_log.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/policy_knobs.h"
-#include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan {
-namespace {
-
-// Reads, writes and launches of one step. Reads and writes are passes over the shards; launches are by list
-// of tensors (foreach) or by tensor, and in any case by tensor.
-struct Passes {
-  std::int64_t read = 0;
-  std::int64_t written = 0;
-  std::int64_t kernels = 0;
-  std::int64_t kernels_by_tensor = 0;
-};
-
-Passes PassesOf(const Optimizer& optimizer) {
-  const bool fused = ImplementationOf(optimizer) == OptimizerImplementation::kFused;
-  Passes passes;
-  const auto add = [&](bool when, Passes more) {
-    if (!when) return;
-    passes.read += more.read;
-    passes.written += more.written;
-    passes.kernels += more.kernels;
-  };
-  const bool sgd = optimizer.kind == OptimizerKind::kSgd;
-  switch (optimizer.kind) {
-    case OptimizerKind::kNone:
-      return {};
-    case OptimizerKind::kSgd:
-      passes = {2, 1, 1};  // p += -lr * g
-      if (fused) {
-        add(optimizer.momentum, {1, 1, 0});
-        return passes;
-      }
-      add(optimizer.momentum, {3, 2, 2});  // buf *= momentum; buf += g
-      add(optimizer.nesterov, {2, 1, 1});  // g += momentum * buf
-      break;
-    case OptimizerKind::kAdam:
-    case OptimizerKind::kAdamW:
-      if (fused) {
-        passes = {4, 3, 1};  // p, g, m, v -> p, m, v
-        add(optimizer.amsgrad, {1, 1, 0});
-        return passes;
-      }
-      // p *= 1 - lr * wd; m lerp g; v *= beta2; v += g * g; t = sqrt(v); t /= c; t += eps; p += m / t
-      passes = {12, 8, 8};
-      add(optimizer.amsgrad, {2, 1, 1});  // max(v)
-      break;
-    case OptimizerKind::kAdafactor:
-      // |p|; |rows of g|; |columns of g|; t = r x c; t /= mean(r); clamp; rsqrt; t *= g; |t|; (t *= a); p +=
-      // t
-      passes = {11, 6, 12, 7};
-      break;
-  }
-  add(optimizer.maximize, {1, 1, 1});
-  add(optimizer.weight_decay && (sgd || optimizer.kind == OptimizerKind::kAdam), {2, 1, 1});
-  return passes;
-}
-
-}  // namespace
 
 OptimizerCost CostOf(const Optimizer& optimizer, Bytes bytes, std::size_t shards) {
   if (bytes == Bytes{}) return {};
-  const Passes passes = PassesOf(optimizer);
+  const OptimizerPasses passes = PassesOf(optimizer);
   const auto tensors = static_cast<std::int64_t>(shards);
   const bool loops = ImplementationOf(optimizer) == OptimizerImplementation::kForLoop;
   return {bytes * passes.read, bytes * passes.written,

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/plan.h"
-#include "shardplan/simulator/optimizer_tensors.h"
 
 namespace shardplan {
 

@@ -254,50 +254,31 @@ class Lowering {
     if (Status checked = CheckOperands(plan_, instruction); !checked) return checked;
     EngineInstruction lowered;
     lowered.unit = static_cast<std::int16_t>(instruction.unit);
-    switch (instruction.kind) {
-      case InstructionKind::kCompute:
+    switch (DescriptionOf(instruction.kind).family) {
+      case InstructionFamily::kCompute:
         LowerCompute(instruction, lowered);
         break;
-      case InstructionKind::kRecord:
-        lowered.op = EngineOp::kRecord;
-        lowered.stream = static_cast<std::int8_t>(instruction.stream);
-        lowered.host_ns = cluster_.host.event_ns;
-        lowered.operand = static_cast<std::int32_t>(unit_of_slot_.size());
-        slot_of_event_[static_cast<std::size_t>(instruction.event)] = lowered.operand;
-        unit_of_slot_.push_back(last_unit_[static_cast<std::size_t>(instruction.stream)]);
+      case InstructionFamily::kOrder:
+        LowerOrder(instruction, lowered);
         break;
-      case InstructionKind::kWait:
-      case InstructionKind::kHostWait:
-        LowerWait(instruction, lowered);
-        break;
-      case InstructionKind::kAllGather:
-      case InstructionKind::kReduceScatter:
-      case InstructionKind::kAllReduce:
+      case InstructionFamily::kCollective:
         if (Status done = LowerCollective(instruction, lowered); !done) return done;
         break;
-      case InstructionKind::kAllocate:
-        lowered.host_ns = cluster_.host.allocate_ns *
-                          static_cast<std::int64_t>(At(plan_.buffers, instruction.dst).parts_bytes.size());
+      case InstructionFamily::kMemory:
+        if (DescriptionOf(instruction.kind).lifetime == LifetimeEffect::kBegins) {
+          lowered.host_ns = cluster_.host.allocate_ns *
+                            static_cast<std::int64_t>(At(plan_.buffers, instruction.dst).parts_bytes.size());
+        }
         break;
-      case InstructionKind::kFree:
-      case InstructionKind::kBindUnsharded:
-      case InstructionKind::kBindSharded:
-      case InstructionKind::kZeroGrad:
+      case InstructionFamily::kOptimizer:
+        if (IsWork(instruction.kind)) LowerOptimizer(instruction, lowered);
         break;
-      case InstructionKind::kOptimizerStep:
-        LowerOptimizer(instruction, lowered);
-        break;
-      case InstructionKind::kCopyIn:
-      case InstructionKind::kCopyOut:
-      case InstructionKind::kReshardPostForward:
-      case InstructionKind::kGradCopyIn:
-      case InstructionKind::kGradScale:
-      case InstructionKind::kGradZero:
-      case InstructionKind::kGradCast:
-      case InstructionKind::kGradAccumulate:
-      case InstructionKind::kCopyToHost:
-      case InstructionKind::kCopyToDevice:
+      case InstructionFamily::kCopy:
+      case InstructionFamily::kScale:
         LowerCopy(instruction, lowered);
+        break;
+      case InstructionFamily::kBind:
+        break;
     }
     lowered.phase = static_cast<std::uint16_t>(step_.phases.size() - 1);
     if (lowered.op == EngineOp::kWork && instruction.unit >= 0) {
@@ -314,6 +295,17 @@ class Lowering {
   }
   static bool In(std::int32_t index, std::size_t size) {
     return index >= 0 && static_cast<std::size_t>(index) < size;
+  }
+
+  void LowerOrder(const Instruction& instruction, EngineInstruction& lowered) {
+    if (DescriptionOf(instruction.kind).order != OrderEffect::kRecords)
+      return LowerWait(instruction, lowered);
+    lowered.op = EngineOp::kRecord;
+    lowered.stream = static_cast<std::int8_t>(instruction.stream);
+    lowered.host_ns = cluster_.host.event_ns;
+    lowered.operand = static_cast<std::int32_t>(unit_of_slot_.size());
+    slot_of_event_[static_cast<std::size_t>(instruction.event)] = lowered.operand;
+    unit_of_slot_.push_back(last_unit_[static_cast<std::size_t>(instruction.stream)]);
   }
 
   void LowerCompute(const Instruction& instruction, EngineInstruction& lowered) {
@@ -345,7 +337,7 @@ class Lowering {
   }
 
   void LowerWait(const Instruction& instruction, EngineInstruction& lowered) {
-    const bool host = instruction.kind == InstructionKind::kHostWait;
+    const bool host = DescriptionOf(instruction.kind).order == OrderEffect::kHostWaits;
     lowered.op = host ? EngineOp::kHostWait : EngineOp::kWait;
     if (!host) lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.host_ns = cluster_.host.event_ns;
@@ -379,16 +371,9 @@ class Lowering {
     const Communicator& communicator = At(plan_.communicators, instruction.communicator);
     Result<std::span<const GroupPlacement>> placements = PlacementsOf(instruction.communicator);
     if (!placements) return std::unexpected(placements.error());
-    CollectiveRequest request{.ranks = communicator.size, .placements = *placements};
-    BufferId tensor = instruction.src;
-    if (instruction.kind == InstructionKind::kAllGather) {
-      request.kind = CollectiveKind::kAllGather;
-      tensor = instruction.dst;
-    } else {
-      const bool scatters = instruction.kind == InstructionKind::kReduceScatter;
-      request.kind = scatters ? CollectiveKind::kReduceScatter : CollectiveKind::kAllReduce;
-    }
-    request.full_tensor_bytes = SizeBytes(At(plan_.buffers, tensor));
+    const CollectiveKind kind = *DescriptionOf(instruction.kind).collective;
+    CollectiveRequest request{.kind = kind, .ranks = communicator.size, .placements = *placements};
+    request.full_tensor_bytes = SizeBytes(At(plan_.buffers, FullTensorOf(instruction)));
     Result<const KnownCollective*> known = CostOf(request, instruction.communicator);
     if (!known) return std::unexpected(known.error());
     const KnownCollective& cost = **known;
@@ -401,7 +386,7 @@ class Lowering {
     // Gloo copies what it scatters, and does not divide while it adds: the cpu backend divides the input
     // before.
     const std::int64_t copies =
-        (instruction.kind == InstructionKind::kReduceScatter ? 1 : 0) + (instruction.divisor != 1.0 ? 1 : 0);
+        (kind == CollectiveKind::kReduceScatter ? 1 : 0) + (instruction.divisor != 1.0 ? 1 : 0);
     if (cluster_.host.runs_kernels && copies > 0) {
       const Bytes input = SizeBytes(At(plan_.buffers, instruction.src));
       lowered.host_ns += copy_costs_.Of(input, input) * copies;

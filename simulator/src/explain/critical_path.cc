@@ -172,6 +172,18 @@ class Walk {
     Add(CauseOf(code), elapsed_ns - slowed_ns);
   }
 
+  static TimeCause CauseOf(CollectiveKind kind) {
+    switch (kind) {
+      case CollectiveKind::kAllGather:
+        return TimeCause::kAllGather;
+      case CollectiveKind::kReduceScatter:
+        return TimeCause::kReduceScatter;
+      case CollectiveKind::kAllReduce:
+        return TimeCause::kAllReduce;
+    }
+    return TimeCause::kAllReduce;
+  }
+
   TimeCause CauseOf(const EngineInstruction& code) const {
     switch (code.work) {
       case WorkClass::kCopy:
@@ -180,14 +192,7 @@ class Walk {
       case WorkClass::kToDevice:
         return TimeCause::kHostLink;
       case WorkClass::kCollective:
-        switch (step_.groups[Index(code.operand)].kind) {
-          case CollectiveKind::kAllGather:
-            return TimeCause::kAllGather;
-          case CollectiveKind::kReduceScatter:
-            return TimeCause::kReduceScatter;
-          default:
-            return TimeCause::kAllReduce;
-        }
+        return CauseOf(step_.groups[Index(code.operand)].kind);
       case WorkClass::kCompute:
         break;
     }

@@ -4,6 +4,7 @@
 #include <set>
 #include <vector>
 
+#include "shardplan/schemas/buffer_roles.h"
 #include "shardplan/simulator/memory_profile.h"
 
 namespace shardplan {
@@ -11,16 +12,18 @@ namespace {
 
 bool IsUnreduced(const Plan& plan, const MemoryBlock& block) {
   if (block.buffer < 0) return false;
-  switch (plan.buffers[static_cast<std::size_t>(block.buffer)].role) {
-    case BufferRole::kGradUnsharded:
-    case BufferRole::kGradUnshardedAccumulated:
-    case BufferRole::kPartialReduceOutput:
-    case BufferRole::kInnerReduceOutput:
-    case BufferRole::kInnerReduceAccumulated:
+  const BufferRole role = plan.buffers[static_cast<std::size_t>(block.buffer)].role;
+  switch (DescriptionOf(role).reduction) {
+    case RoleReduction::kUnreduced:
+    case RoleReduction::kInner:
+    case RoleReduction::kPartial:
       return true;
-    default:
+    case RoleReduction::kNone:
+    case RoleReduction::kInput:
+    case RoleReduction::kReduced:
       return false;
   }
+  return false;
 }
 
 // The ends of backwards, counted from the first step on.

@@ -8,9 +8,10 @@
 
 #include "allocator/sizes.h"
 #include "memory/categories.h"
+#include "shardplan/schemas/buffer_roles.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/memory_profile.h"
-#include "shardplan/simulator/optimizer_tensors.h"
 #include "shardplan/simulator/reserved_memory.h"
 #include "text/format.h"
 
@@ -21,23 +22,12 @@ MemoryHistoryOptions HistoryOptions(const FitOptions& options) {
   return {.kernel_temporaries = options.kernel_temporaries};
 }
 
-// Whether ranks divide it between them: shards and what is made of them. Everything else a rank has whole.
-bool IsDivided(std::int32_t category) {
-  switch (static_cast<BufferRole>(category)) {
-    case BufferRole::kParamSharded:
-    case BufferRole::kParamPostForwardShard:
-    case BufferRole::kAllGatherInput:
-    case BufferRole::kReduceScatterOutput:
-    case BufferRole::kGradSharded:
-    case BufferRole::kOptimizerState:
-    case BufferRole::kOptimizerTemp:
-    case BufferRole::kPartialReduceOutput:
-    case BufferRole::kInnerReduceOutput:
-    case BufferRole::kInnerReduceAccumulated:
-      return true;
-    default:
-      return false;
-  }
+// Whether ranks divide it between them on the device: shards and what is made of them. Everything else a rank
+// has whole.
+bool IsDividedOnDevice(std::int32_t category) {
+  if (category >= internal::kBufferRoles) return false;
+  const auto role = static_cast<BufferRole>(category);
+  return IsDivided(role) && DescriptionOf(role).memory != RoleMemory::kHost;
 }
 
 // The model's own memory, which no sharding of parameters changes.
@@ -167,7 +157,7 @@ std::string WhyNoRanksFit(const Plan& plan, const FitOptions& options) {
                                                      .kernel_temporaries = options.kernel_temporaries});
   const Bytes activations = PeakOf(profile, IsOfTheModel);
   if (activations > *budget) return exceeds("activations alone", activations);
-  const Bytes whole = PeakOf(profile, [](std::int32_t category) { return !IsDivided(category); });
+  const Bytes whole = PeakOf(profile, [](std::int32_t category) { return !IsDividedOnDevice(category); });
   if (whole > *budget) return exceeds("activations and gathered parameters", whole);
   return {};
 }

@@ -7,6 +7,7 @@
 
 #include "memory/categories.h"
 #include "memory/gradient_views.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan::internal {
@@ -22,10 +23,8 @@ std::size_t PartOf(const Buffer& buffer, std::int32_t parameter) {
 }
 
 bool IsReducedBy(const InstructionList& hook, UnitId unit) {
-  return std::ranges::any_of(hook, [&](const Instruction& i) {
-    return i.unit == unit &&
-           (i.kind == InstructionKind::kReduceScatter || i.kind == InstructionKind::kAllReduce);
-  });
+  return std::ranges::any_of(
+      hook, [&](const Instruction& i) { return i.unit == unit && ReducesGradients(i.kind); });
 }
 
 }  // namespace

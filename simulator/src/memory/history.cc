@@ -14,6 +14,7 @@
 #include "memory/shard_order.h"
 #include "memory/sink.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/memory_history.h"
 
 namespace shardplan {
@@ -115,62 +116,73 @@ class MemoryWalk {
   }
 
   void Apply(const Instruction& instruction) {
-    switch (instruction.kind) {
-      case InstructionKind::kCompute:
+    switch (DescriptionOf(instruction.kind).family) {
+      case InstructionFamily::kCompute:
         EndHook();
         if (OnDevice() && instruction.segment >= 0 && instruction.segment < std::ssize(plan_.segments))
           segments_.Run(instruction);
         break;
-      case InstructionKind::kAllocate:
-        if (!IsBuffer(instruction.dst)) break;
-        AllocateBuffer(instruction.dst, instruction.stream);
-        begun_[static_cast<std::size_t>(instruction.dst)] = false;
+      case InstructionFamily::kMemory:
+        ApplyMemory(instruction);
         break;
-      case InstructionKind::kAllGather:
-        gathered_by_[static_cast<std::size_t>(instruction.dst)] =
-            plan_.communicators[static_cast<std::size_t>(instruction.communicator)].size;
+      case InstructionFamily::kCollective:
+        if (DescriptionOf(instruction.kind).collective == CollectiveKind::kAllGather)
+          gathered_by_[static_cast<std::size_t>(instruction.dst)] =
+              plan_.communicators[static_cast<std::size_t>(instruction.communicator)].size;
         break;
-      case InstructionKind::kCopyOut:
-      case InstructionKind::kGradCopyIn:
-        RunCopy(instruction);
+      case InstructionFamily::kCopy:
+        ApplyCopy(instruction);
         break;
-      case InstructionKind::kFree:
-        if (IsBuffer(instruction.src)) FreeBuffer(instruction.src, instruction.parts, instruction.safe_after);
-        break;
-      case InstructionKind::kBindSharded:
+      case InstructionFamily::kBind:
+        if (instruction.kind != InstructionKind::kBindSharded) break;
         bound_ = &instruction;
         if (Here().kind != TriggerKind::kPostBackward) EndHook();
         break;
-      case InstructionKind::kGradCast:
-        if (alive_.MakesView(instruction)) buffers_.MakeView(instruction.src, instruction.dst);
+      case InstructionFamily::kOptimizer:
+        ApplyOptimizer(instruction);
         break;
-      case InstructionKind::kOptimizerStep:
-        optimizer_.Step(instruction.unit);
-        break;
-      case InstructionKind::kZeroGrad:
-        gradients_.Zero(instruction.unit);
-        for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
-          const Buffer& buffer = plan_.buffers[b];
-          if (!ZeroGradTakes(instruction.unit, buffer) || buffer.persistent) continue;
-          FreeBuffer(static_cast<BufferId>(b));
-        }
-        break;
-      case InstructionKind::kBindUnsharded:
-      case InstructionKind::kCopyIn:
-      case InstructionKind::kReshardPostForward:
-      case InstructionKind::kGradScale:
-      case InstructionKind::kGradZero:
-      case InstructionKind::kReduceScatter:
-      case InstructionKind::kAllReduce:
-      case InstructionKind::kGradAccumulate:
-      case InstructionKind::kCopyToHost:
-      case InstructionKind::kCopyToDevice:
-      case InstructionKind::kRecord:
-      case InstructionKind::kWait:
-      case InstructionKind::kHostWait:
+      case InstructionFamily::kScale:
+      case InstructionFamily::kOrder:
         break;
     }
     alive_.Pass(instruction);
+  }
+
+  void ApplyMemory(const Instruction& instruction) {
+    if (DescriptionOf(instruction.kind).lifetime == LifetimeEffect::kEnds) {
+      if (IsBuffer(instruction.src)) FreeBuffer(instruction.src, instruction.parts, instruction.safe_after);
+      return;
+    }
+    if (!IsBuffer(instruction.dst)) return;
+    AllocateBuffer(instruction.dst, instruction.stream);
+    begun_[static_cast<std::size_t>(instruction.dst)] = false;
+  }
+
+  // Copies whose kernels take tables, and views.
+  void ApplyCopy(const Instruction& instruction) {
+    switch (DescriptionOf(instruction.kind).movement) {
+      case Movement::kFromSlots:
+      case Movement::kToSlots:
+        return RunCopy(instruction);
+      case Movement::kWithin:
+        if (alive_.MakesView(instruction)) buffers_.MakeView(instruction.src, instruction.dst);
+        return;
+      case Movement::kNone:
+      case Movement::kToSlot:
+      case Movement::kToPostForward:
+        return;
+    }
+  }
+
+  void ApplyOptimizer(const Instruction& instruction) {
+    if (DescriptionOf(instruction.kind).value == ValueEffect::kSteps)
+      return optimizer_.Step(instruction.unit);
+    gradients_.Zero(instruction.unit);
+    for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+      const Buffer& buffer = plan_.buffers[b];
+      if (!ZeroGradTakes(instruction.unit, buffer) || buffer.persistent) continue;
+      FreeBuffer(static_cast<BufferId>(b));
+    }
   }
 
   void AllocateBuffer(BufferId id, StreamId stream) {

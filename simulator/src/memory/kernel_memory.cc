@@ -363,15 +363,8 @@ std::vector<KernelStep> KernelSteps(const OperatorEvent& op, const KernelOperand
 }
 
 std::int64_t Multiprocessors(const Device& device) {
-  if (device.multiprocessors > 0) return device.multiprocessors;
-  struct Known {
-    std::string_view name;
-    std::int64_t count;
-  };
-  constexpr std::array<Known, 4> kKnown = {{{"A100", 108}, {"A800", 108}, {"B200", 148}, {"V100", 80}}};
-  const auto* found = std::ranges::find_if(
-      kKnown, [&](const Known& known) { return device.name.find(known.name) != device.name.npos; });
-  return found == kKnown.end() ? 132 : found->count;
+  constexpr std::int64_t kOfH100 = 132;
+  return device.multiprocessors > 0 ? device.multiprocessors : kOfH100;
 }
 
 bool UsesCublas(std::string_view op) {

@@ -38,7 +38,7 @@ struct KernelOperands {
 std::vector<KernelStep> KernelSteps(const OperatorEvent& op, const KernelOperands& operands,
                                     const Device& device, const PyTorchRules& rules);
 
-// Multiprocessors of the device: what the document says, else by its name; an unknown one counts as an H100.
+// Multiprocessors of the device, as the document has them; without them those of an H100.
 std::int64_t Multiprocessors(const Device& device);
 
 // Whether the operator is a product that cuBLAS or cuBLASLt computes, for which releases before

@@ -5,6 +5,8 @@
 #include <variant>
 
 #include "memory/categories.h"
+#include "shardplan/schemas/buffer_roles.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/policy_knobs.h"
 
 namespace shardplan::internal {
@@ -52,47 +54,51 @@ bool IsFullPrecision(const Plan& plan, UnitId unit) {
 
 bool HasCheckpointing(const Plan& plan) { return plan.strategy.checkpoint.has_value(); }
 
+void AdviseReduction(const Plan& plan, AliveMemory& alive) {
+  if (IsFullPrecision(plan, alive.unit)) {
+    return Set(alive, "units of fewer parameters; or reduce_dtype: bfloat16, which changes numbers",
+               Bytes{alive.bytes.value / 2});
+  }
+  Set(alive, "units of fewer parameters", Bytes{0});
+}
+
+void AdviseWholeGradient(const Plan& plan, BufferRole role, AliveMemory& alive) {
+  if (LifetimeOf(role) == RoleLifetime::kAccumulated && AccumulatesWithoutSync(plan)) {
+    return Set(alive, "accumulation with gradient sync in every micro-batch", alive.bytes);
+  }
+  // A flat gradient is as it is in one backward.
+  if (alive.in_use) return AdviseFewerParameters(alive);
+  Set(alive, "units of their own for the modules of " + UnitText(plan, alive.unit), alive.bytes);
+}
+
+void AdviseGathering(BufferRole role, AliveMemory& alive) {
+  if (role == BufferRole::kParamPostForwardShard) {
+    return Set(alive, "reshard_after_forward: true instead of a number", alive.bytes);
+  }
+  if (alive.in_use) return AdviseFewerParameters(alive);
+  Set(alive, "a prefetch depth of 0, forward and backward", alive.bytes);
+}
+
 void AdviseBuffer(const Plan& plan, BufferRole role, AliveMemory& alive) {
-  switch (role) {
-    case BufferRole::kParamSharded:
-    case BufferRole::kGradSharded:
-    case BufferRole::kOptimizerState:
-      return AdviseOffload(plan, alive);
-    case BufferRole::kParamUnsharded:
-    case BufferRole::kExtensionGathered:
-    case BufferRole::kExtensionUnsharded:
+  const bool is_gradient = ContentOf(role) == RoleContent::kGradient;
+  switch (LifetimeOf(role)) {
+    case RoleLifetime::kState:
+      if (DescriptionOf(role).memory != RoleMemory::kHost) AdviseOffload(plan, alive);
+      return;
+    case RoleLifetime::kUnsharded:
       return AdviseUnsharded(plan, alive);
-    case BufferRole::kParamPostForwardShard:
-      return Set(alive, "reshard_after_forward: true instead of a number", alive.bytes);
-    case BufferRole::kAllGatherInput:
-    case BufferRole::kAllGatherOutput:
-      return alive.in_use ? AdviseFewerParameters(alive)
-                          : Set(alive, "a prefetch depth of 0, forward and backward", alive.bytes);
-    case BufferRole::kReduceScatterInput:
-    case BufferRole::kReduceScatterOutput:
-    case BufferRole::kPartialReduceOutput:
-    case BufferRole::kInnerReduceOutput:
-    case BufferRole::kInnerReduceAccumulated:
-      if (IsFullPrecision(plan, alive.unit)) {
-        return Set(alive, "units of fewer parameters; or reduce_dtype: bfloat16, which changes numbers",
-                   Bytes{alive.bytes.value / 2});
-      }
-      return Set(alive, "units of fewer parameters", Bytes{0});
-    case BufferRole::kGradUnshardedAccumulated:
-      if (AccumulatesWithoutSync(plan)) {
-        return Set(alive, "accumulation with gradient sync in every micro-batch", alive.bytes);
-      }
-      [[fallthrough]];  // a flat gradient, as it is in one backward
-    case BufferRole::kGradUnsharded:
-      return alive.in_use ? AdviseFewerParameters(alive)
-                          : Set(alive, "units of their own for the modules of " + UnitText(plan, alive.unit),
-                                alive.bytes);
-    case BufferRole::kOptimizerTemp:
-      if (plan.strategy.optimizer.kind == OptimizerKind::kAdafactor) {
+    case RoleLifetime::kScratch:
+      return is_gradient ? AdviseReduction(plan, alive) : AdviseGathering(role, alive);
+    case RoleLifetime::kBackward:
+    case RoleLifetime::kAccumulated:
+      return IsWholeGradient(role) ? AdviseWholeGradient(plan, role, alive) : AdviseReduction(plan, alive);
+    case RoleLifetime::kOptimizer:
+      if (!DescriptionOf(plan.strategy.optimizer.kind).has_fused) {
         return Set(alive, "optimizer implementation: for_loop", Bytes{0});
       }
       return Set(alive, "optimizer implementation: fused", alive.bytes);
-    default:
+    case RoleLifetime::kPasses:
+    case RoleLifetime::kPersistent:
       return;
   }
 }

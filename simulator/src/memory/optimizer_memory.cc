@@ -6,14 +6,14 @@
 
 #include "allocator/sizes.h"
 #include "memory/categories.h"
+#include "shardplan/schemas/buffer_roles.h"
 
 namespace shardplan::internal {
 
 OptimizerMemory::OptimizerMemory(const Plan& plan, bool on_device, LiveBlocks& blocks)
     : blocks_(blocks), optimizer_(plan), on_device_(on_device), states_made_(plan.units.size() + 1) {
-  plan_says_it_ = std::ranges::any_of(plan.buffers, [](const Buffer& buffer) {
-    return buffer.role == BufferRole::kOptimizerState || buffer.role == BufferRole::kOptimizerTemp;
-  });
+  plan_says_it_ =
+      std::ranges::any_of(plan.buffers, [](const Buffer& buffer) { return IsOptimizerMemory(buffer.role); });
 }
 
 bool OptimizerMemory::Plays(const Buffer& buffer) {

@@ -8,6 +8,7 @@
 
 #include "cost/fixed_log.h"
 #include "shardplan/schemas/assert.h"
+#include "shardplan/schemas/instruction_set.h"
 
 namespace shardplan {
 namespace {
@@ -56,13 +57,14 @@ class PassedEvents {
   void Pass(const Instruction& i) {
     if (!IsEvent(i.event)) return;
     Clock& event = event_clock_[static_cast<std::size_t>(i.event)];
-    if (i.kind == InstructionKind::kRecord && IsStream(i.stream)) {
+    const OrderEffect order = DescriptionOf(i.kind).order;
+    if (order == OrderEffect::kRecords && IsStream(i.stream)) {
       event = stream_clock_[static_cast<std::size_t>(i.stream)];
       event[static_cast<std::size_t>(i.stream)] = allocator_.RecordedEvents(i.stream);
-    } else if (i.kind == InstructionKind::kWait && IsStream(i.stream)) {
+    } else if (order == OrderEffect::kWaits && IsStream(i.stream)) {
       Clock& stream = stream_clock_[static_cast<std::size_t>(i.stream)];
       for (std::size_t s = 0; s < streams_; ++s) stream[s] = std::max(stream[s], event[s]);
-    } else if (i.kind == InstructionKind::kHostWait) {
+    } else if (order == OrderEffect::kHostWaits) {
       for (std::size_t s = 0; s < streams_; ++s) {
         allocator_.CompleteEvents(static_cast<StreamId>(s), event[s]);
       }

@@ -38,6 +38,18 @@ enum class SpanGroup : std::uint8_t {
   kTrigger,
 };
 
+SpanGroup GroupOf(CollectiveKind kind) {
+  switch (kind) {
+    case CollectiveKind::kAllGather:
+      return SpanGroup::kAllGather;
+    case CollectiveKind::kReduceScatter:
+      return SpanGroup::kReduceScatter;
+    case CollectiveKind::kAllReduce:
+      return SpanGroup::kAllReduce;
+  }
+  return SpanGroup::kCopy;
+}
+
 SpanGroup GroupOf(const Plan& plan, const Span& span, const Instruction& instruction) {
   if (span.stream < 0) {
     const bool steps = instruction.kind == InstructionKind::kOptimizerStep && instruction.stream < 0;
@@ -51,11 +63,10 @@ SpanGroup GroupOf(const Plan& plan, const Span& span, const Instruction& instruc
     case InstructionFamily::kOptimizer:
       return SpanGroup::kOptimizer;
     case InstructionFamily::kCollective:
-      return instruction.kind == InstructionKind::kAllGather       ? SpanGroup::kAllGather
-             : instruction.kind == InstructionKind::kReduceScatter ? SpanGroup::kReduceScatter
-                                                                   : SpanGroup::kAllReduce;
+      return GroupOf(*DescriptionOf(instruction.kind).collective);
     case InstructionFamily::kOrder:
-      return instruction.kind == InstructionKind::kWait ? SpanGroup::kWait : SpanGroup::kCopy;
+      return DescriptionOf(instruction.kind).order == OrderEffect::kWaits ? SpanGroup::kWait
+                                                                          : SpanGroup::kCopy;
     case InstructionFamily::kMemory:
     case InstructionFamily::kBind:
     case InstructionFamily::kCopy:

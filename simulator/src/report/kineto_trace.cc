@@ -14,6 +14,7 @@
 
 #include "report/trace_events.h"
 #include "shardplan/schemas/instruction_set.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/plan_ranges.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/memory_history.h"
@@ -64,19 +65,8 @@ std::string_view ScalarType(DType dtype) {
 }
 
 std::string_view OptimizerName(OptimizerKind kind) {
-  switch (kind) {
-    case OptimizerKind::kSgd:
-      return "SGD";
-    case OptimizerKind::kAdamW:
-      return "AdamW";
-    case OptimizerKind::kAdam:
-      return "Adam";
-    case OptimizerKind::kAdafactor:
-      return "Adafactor";
-    case OptimizerKind::kNone:
-      break;
-  }
-  return "Optimizer";
+  const std::string_view name = DescriptionOf(kind).pytorch;
+  return name.empty() ? "Optimizer" : name;
 }
 
 // How c10d and its kernels call a collective.
@@ -85,50 +75,23 @@ struct CollectiveNames {
   std::string_view called;  // "Collective name" of Kineto
   std::string_view kernel;
 };
-CollectiveNames NamesOf(InstructionKind kind) {
-  if (kind == InstructionKind::kAllGather)
-    return {"c10d::_allgather_base_", "_allgather_base", "ncclDevKernel_AllGather_RING_LL"};
-  if (kind == InstructionKind::kReduceScatter)
-    return {"c10d::_reduce_scatter_base_", "_reduce_scatter_base", "ncclDevKernel_ReduceScatter_Sum_RING_LL"};
-  return {"c10d::allreduce_", "allreduce", "ncclDevKernel_AllReduce_Sum_RING_LL"};
+CollectiveNames NamesOf(CollectiveKind kind) {
+  switch (kind) {
+    case CollectiveKind::kAllGather:
+      return {"c10d::_allgather_base_", "_allgather_base", "ncclDevKernel_AllGather_RING_LL"};
+    case CollectiveKind::kReduceScatter:
+      return {"c10d::_reduce_scatter_base_", "_reduce_scatter_base",
+              "ncclDevKernel_ReduceScatter_Sum_RING_LL"};
+    case CollectiveKind::kAllReduce:
+      return {"c10d::allreduce_", "allreduce", "ncclDevKernel_AllReduce_Sum_RING_LL"};
+  }
+  return {};
 }
 
 // The operators that FSDP2 copies by.
 std::string_view OperatorOf(InstructionKind kind) {
-  switch (kind) {
-    case InstructionKind::kCopyIn:
-      return "fsdp::all_gather_copy_in";
-    case InstructionKind::kCopyOut:
-      return "fsdp::split_with_sizes_copy";
-    case InstructionKind::kGradCopyIn:
-      return "fsdp::chunk_cat";
-    case InstructionKind::kGradScale:
-      return "aten::div_";
-    case InstructionKind::kGradZero:
-      return "aten::zero_";
-    case InstructionKind::kGradCast:
-      return "aten::_to_copy";
-    case InstructionKind::kGradAccumulate:
-      return "aten::add_";
-    case InstructionKind::kCompute:
-    case InstructionKind::kAllocate:
-    case InstructionKind::kFree:
-    case InstructionKind::kBindUnsharded:
-    case InstructionKind::kBindSharded:
-    case InstructionKind::kAllGather:
-    case InstructionKind::kReshardPostForward:
-    case InstructionKind::kReduceScatter:
-    case InstructionKind::kAllReduce:
-    case InstructionKind::kCopyToHost:
-    case InstructionKind::kCopyToDevice:
-    case InstructionKind::kRecord:
-    case InstructionKind::kWait:
-    case InstructionKind::kHostWait:
-    case InstructionKind::kOptimizerStep:
-    case InstructionKind::kZeroGrad:
-      break;
-  }
-  return "aten::copy_";
+  const std::string_view op = DescriptionOf(kind).op;
+  return op.empty() ? "aten::copy_" : op;
 }
 
 // "aten.mm.default" as PyTorch calls it: "aten::mm".
@@ -328,7 +291,10 @@ class KinetoWriter final : private PlanRanges {
         return WriteCollective(instruction, times);
       case InstructionFamily::kOrder:
         return WriteOrder(instruction, times);
-      default:
+      case InstructionFamily::kMemory:
+      case InstructionFamily::kBind:
+      case InstructionFamily::kCopy:
+      case InstructionFamily::kScale:
         break;
     }
     if (times.stream == nullptr) {
@@ -402,9 +368,9 @@ class KinetoWriter final : private PlanRanges {
     };
     const auto group = static_cast<std::size_t>(instruction.communicator);
     const BufferId output = instruction.dst >= 0 ? instruction.dst : instruction.src;
-    const CollectiveNames names = NamesOf(instruction.kind);
+    const CollectiveNames names = NamesOf(*DescriptionOf(instruction.kind).collective);
     // A rank gathers its slot of the output where the plan has no buffer of its own for it.
-    const bool gathers = instruction.kind == InstructionKind::kAllGather;
+    const bool gathers = DescriptionOf(instruction.kind).collective == CollectiveKind::kAllGather;
     const std::int64_t in =
         gathers ? count(output) / plan_.communicators[group].size : count(instruction.src);
     WriteLaunch(names.c10d, from, to, *times.stream, times.stream->start_ns, times.stream->end_ns,
@@ -438,9 +404,10 @@ class KinetoWriter final : private PlanRanges {
 
   void WriteOrder(const Instruction& instruction, const Times& times) {
     const Nanoseconds from = HostBegin(times), to = Tick(times.host ? times.host->end_ns : Nanoseconds{});
-    const std::string_view function = instruction.kind == InstructionKind::kRecord ? "cudaEventRecord"
-                                      : instruction.kind == InstructionKind::kWait ? "cudaStreamWaitEvent"
-                                                                                   : "cudaEventSynchronize";
+    const OrderEffect order = DescriptionOf(instruction.kind).order;
+    const std::string_view function = order == OrderEffect::kRecords ? "cudaEventRecord"
+                                      : order == OrderEffect::kWaits ? "cudaStreamWaitEvent"
+                                                                     : "cudaEventSynchronize";
     Event called = Complete("cuda_runtime", function, thread_, from, to);
     called["args"]["correlation"] = ++correlation_;
     Write(called);

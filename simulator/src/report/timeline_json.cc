@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "report/trace_events.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/simulate.h"
 #include "text/instruction_text.h"
 
@@ -88,8 +89,7 @@ class TimelineWriter {
     Event& args = event["args"];
     args["trigger"] = internal::TriggerText(plan_, trigger);
     if (!instruction.reason.empty()) args["reason"] = instruction.reason.str();
-    const bool gathers = instruction.kind == InstructionKind::kAllGather;
-    const BufferId tensor = gathers ? instruction.dst : instruction.src;
+    const BufferId tensor = FullTensorOf(instruction);
     if (instruction.communicator >= 0 && tensor >= 0) {
       const Buffer& buffer = plan_.buffers[static_cast<std::size_t>(tensor)];
       args["bytes"] = SizeBytes(buffer).value;

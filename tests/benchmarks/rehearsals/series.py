@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearses other people's training scripts by their own command lines and prints what was found beside what they published, as Markdown.
+"""Rehearses other people's training scripts by their own command lines and prints what was found beside what they
+published, as Markdown.
 
-    tests/benchmarks/rehearsals/series.py [--kempnerforge CHECKOUT] [--only TEXT[,TEXT]] [--python ENVIRONMENT=PYTHON] [--again | --kept]
+    tests/benchmarks/rehearsals/series.py [--kempnerforge CHECKOUT] [--only TEXT[,TEXT]]
+        [--python ENVIRONMENT=PYTHON] [--again | --kept]
 
-CHECKOUT is a git clone of KempnerInstitute/KempnerForge that the caller has; without it those rows are left out. Each row runs once: its result is
-kept in OUT/NAME.json (default out/rehearsals), and `--again` runs it anew. Runs go one after the other. docs/internals/rehearsal-figures.md has the tables.
+CHECKOUT is a git clone of KempnerInstitute/KempnerForge that the caller has; without it those rows are left out. Each
+row runs once: its result is kept in OUT/NAME.json (default out/rehearsals), and `--again` runs it anew. Runs go one
+after the other. docs/internals/rehearsal-figures.md has the tables.
 """
 
 import argparse
@@ -36,7 +39,7 @@ def checkout(source: pathlib.Path, commit: str, out: pathlib.Path) -> pathlib.Pa
 
 
 def peaks(report: pathlib.Path) -> dict:
-    """What `shardplan rehearse --report` says of the whole run, in bytes."""
+    """Peaks of the whole run in the report of `shardplan rehearse`, in bytes."""
     memory = json.loads(report.read_text())["memory"]
     return {"allocated": memory["peak_bytes"], "reserved": memory["reserved_bytes"]}
 
@@ -45,16 +48,32 @@ def run(row: Row, folder: pathlib.Path, python: str, rehearse: list[str], out: p
     """Rehearses one row in `folder`. Seconds are of a processor, the launcher's children included."""
     report, log = out / f"{row.name}.report.json", out / f"{row.name}.log"
     report.unlink(missing_ok=True)
-    given = [*rehearse, "--gpus", str(row.gpus), "--rank", str(row.rank), "--device-memory", row.device_memory, "--report", str(report)]
+    given = [
+        *rehearse, "--gpus", str(row.gpus), "--rank", str(row.rank), "--device-memory", row.device_memory, "--report",
+        str(report),
+    ]
     if row.routing:
         shares = out / f"{row.name}.routing.csv"
         shares.write_text("\n".join(map(str, row.routing)) + "\n")
         given += ["--routing", str(shares)]
     command = [word.replace("{assets}", str(out / "assets")) for word in row.command]
-    environment = os.environ | row.variables | {"PATH": f"{pathlib.Path(python).parent}:{os.environ['PATH']}", "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = (
+        os.environ
+        | row.variables
+        | {
+            "PATH": f"{pathlib.Path(python).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+        }
+    )
     start = time.monotonic()
     with open(log, "w") as written:
-        child = subprocess.Popen(["timeout", str(limit_s), *given, "--", *command], cwd=folder, env=environment, stdout=written, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(
+            ["timeout", str(limit_s), *given, "--", *command],
+            cwd=folder,
+            env=environment,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+        )
         _, status, usage = os.wait4(child.pid, 0)
     result = {
         "exit": os.waitstatus_to_exitcode(status),
@@ -68,10 +87,16 @@ def run(row: Row, folder: pathlib.Path, python: str, rehearse: list[str], out: p
 def line(row: Row, result: dict) -> str:
     published = f"{row.published_gib:.1f}" if row.published_gib else "-"
     if "allocated" not in result:
-        return f"| {row.title} | {row.gpus} | stopped ({result['exit']}) | | {published} | | {result['cpu_s']:.0f} | {row.note} |"
+        return (
+            f"| {row.title} | {row.gpus} | stopped ({result['exit']}) | | {published} | | {result['cpu_s']:.0f} | "
+            f"{row.note} |"
+        )
     off = f"{100 * (result[row.published_of] / GIB / row.published_gib - 1):+.1f} %" if row.published_gib else "-"
     stopped = "" if result["exit"] == 0 else f"exit code {result['exit']}; "
-    return f"| {row.title} | {row.gpus} | {result['allocated'] / GIB:.2f} | {result['reserved'] / GIB:.2f} | {published} | {off} | {result['cpu_s']:.0f} | {stopped}{row.note} |"
+    return (
+        f"| {row.title} | {row.gpus} | {result['allocated'] / GIB:.2f} | {result['reserved'] / GIB:.2f} | {published} "
+        f"| {off} | {result['cpu_s']:.0f} | {stopped}{row.note} |"
+    )
 
 
 def main() -> None:
@@ -79,7 +104,13 @@ def main() -> None:
     parser.add_argument("--kempnerforge", type=pathlib.Path, metavar="CHECKOUT")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "out" / "rehearsals")
     parser.add_argument("--only", default="", help="rows whose name has one of these texts")
-    parser.add_argument("--python", action="append", default=[], metavar="ENVIRONMENT=PYTHON", help="the interpreter of an environment that rows name")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="ENVIRONMENT=PYTHON",
+        help="the interpreter of an environment that rows name",
+    )
     parser.add_argument("--rehearse", default=f"{ROOT}/tools/shardplan rehearse", help="the command's words")
     parser.add_argument("--limit", type=int, default=900, metavar="SECONDS")
     parser.add_argument("--again", action="store_true")
@@ -90,7 +121,10 @@ def main() -> None:
     interpreters = dict(given.split("=", 1) for given in arguments.python)
     assets.make(arguments.out / "assets")
     texts = [text for text in arguments.only.split(",") if text]
-    print("| job | GPUs | allocated GiB | reserved GiB | published | difference | CPU s | |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| job | GPUs | allocated GiB | reserved GiB | published | difference | CPU s | "
+        "|\n|---|---|---|---|---|---|---|---|"
+    )
     for row in [*(kempnerforge.ROWS if arguments.kempnerforge else []), *frameworks.ROWS]:
         if texts and not any(text in row.name for text in texts):
             continue
@@ -98,9 +132,15 @@ def main() -> None:
         if arguments.kept and not kept.exists():
             continue
         if arguments.again or not kept.exists():
-            folder = checkout(arguments.kempnerforge, row.commit, arguments.out) if row.commit else pathlib.Path(__file__).parents[3] / "examples" / "rehearse"
+            folder = (
+                checkout(arguments.kempnerforge, row.commit, arguments.out)
+                if row.commit
+                else pathlib.Path(__file__).parents[3] / "examples" / "rehearse"
+            )
             python = interpreters.get(row.environment, sys.executable)
-            kept.write_text(json.dumps(run(row, folder, python, arguments.rehearse.split(), arguments.out, arguments.limit)))
+            kept.write_text(
+                json.dumps(run(row, folder, python, arguments.rehearse.split(), arguments.out, arguments.limit))
+            )
         print(line(row, json.loads(kept.read_text())), flush=True)
 
 

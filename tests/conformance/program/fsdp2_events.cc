@@ -456,22 +456,12 @@ class Fsdp2EventWriter {
   }
 
   void OnFree(const Buffer& buffer, bool discards) {
-    switch (buffer.role) {
-      case BufferRole::kReduceScatterInput:
-        Add("wait_reduce_scatter", UnitName(plan_.units[buffer.unit]));
-        break;
-      case BufferRole::kAllGatherOutput:
-        if (discards) Add("discard_all_gather", UnitName(plan_.units[buffer.unit]));
-        break;
-      case BufferRole::kGradUnsharded:
-        Erase(grads_[buffer.unit], buffer);
-        break;
-      case BufferRole::kGradUnshardedAccumulated:
-        Erase(accumulated_[buffer.unit], buffer);
-        break;
-      default:
-        break;
-    }
+    if (buffer.role == BufferRole::kReduceScatterInput)
+      Add("wait_reduce_scatter", UnitName(plan_.units[buffer.unit]));
+    if (buffer.role == BufferRole::kAllGatherOutput && discards)
+      Add("discard_all_gather", UnitName(plan_.units[buffer.unit]));
+    if (buffer.role == BufferRole::kGradUnsharded) Erase(grads_[buffer.unit], buffer);
+    if (buffer.role == BufferRole::kGradUnshardedAccumulated) Erase(accumulated_[buffer.unit], buffer);
   }
 
   static void Erase(std::set<std::int32_t>& held, const Buffer& buffer) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each golden plan says, and the documents made of it (README.md)."""
+"""Golden plans, and the documents made of them (README.md)."""
 
 import json
 import pathlib
@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 GOLDENS = pathlib.Path(__file__).parent
 ROOT = GOLDENS.parents[2]
-# Lines of a difference that say in other words what the rest says.
-# What is done on demand follows from the units and is checked by the verifier.
-BESIDE_THE_POINT = re.compile(r"procedure |.*[.]on_demand|plan (digests|cluster|mesh|world_size)|cluster |segment |strategy |(unit|buffer) .* parameters: ")
+# Lines of a difference that say in other words what the rest says. Instructions on demand follow from the units; the
+# verifier checks them.
+BESIDE_THE_POINT = re.compile(
+    r"procedure |.*[.]on_demand|plan (digests|cluster|mesh|world_size)|cluster |segment |strategy |(unit|buffer) .* "
+    r"parameters: "
+)
 POLICIES = {"fsdp2": "FSDP2", "fsdp1": "FSDP1"}
 
 
@@ -52,7 +55,8 @@ def run(program: pathlib.Path, *arguments) -> subprocess.CompletedProcess:
 
 
 def difference(golden: Golden, program: pathlib.Path) -> str:
-    """What difference.txt has to say: the plan's difference to the base's plan and the verifier's verdict, or the refusal."""
+    """The expected difference.txt: the plan's difference to the base's plan and the verifier's verdict, or the
+    refusal."""
     knob = golden.knob
     trace, ranks = knob.get("trace", "small"), knob.get("ranks", 2)
     base = GOLDENS / golden.policy / knob.get("base", "base.json")
@@ -77,7 +81,7 @@ def difference(golden: Golden, program: pathlib.Path) -> str:
         lines = [line for line in diff.stdout.splitlines() if not BESIDE_THE_POINT.match(line)]
         verdict = run(program, "validate", out / "plan.json")
         said = (verdict.stdout + verdict.stderr).replace(str(out / "plan.json"), "plan").strip()
-        # Of several violations the first tells it.
+        # The first of several violations is enough.
         said = re.sub(r"\n\nplan: .*(?=\nplan: \d+ violations$)", "\n", said, flags=re.DOTALL)
         # The first line counts triggers and instructions; the goldens are about what differs.
         said = "\n".join(line for line in said.splitlines() if not line.startswith("plan: plan of "))
@@ -88,10 +92,12 @@ def document(policy: str) -> str:
     """docs/reference/knobs-<policy>.md."""
     text = f"""# The knobs of {policy}, each by the plan that it changes
 
-Every knob of {POLICIES[policy]} with a small plan. What `shardplan diff` says of the plan with the knob and the plan without is what the knob
+Every knob of {POLICIES[policy]} with a small plan. What `shardplan diff` says of the plan with the knob and the plan \
+without is what the knob
 does; the verdict is what `shardplan validate` says of the plan with the knob. A is the plan without, B the plan with.
 Plans, strategies and this page are in step by a test; `dev/update_goldens` writes the page from
-[tests/planner/goldens](../../tests/planner/goldens). The models are those of `models.py` there: `small` is a stem, three blocks `layers.0` to
+[tests/planner/goldens](../../tests/planner/goldens). The models are those of `models.py` there: `small` is a stem, \
+three blocks `layers.0` to
 `layers.2`, a head, and a parameter of the root; a unit is each block, and the root has the rest.
 """
     for row in rows(policy):
@@ -107,7 +113,11 @@ Plans, strategies and this page are in step by a test; `dev/update_goldens` writ
         facts = [f"trace `{knob['trace']}`"] if "trace" in knob else []
         facts += [f"{knob['ranks']} ranks"] if "ranks" in knob else []
         facts += [f"the other on {knob['base_ranks']}"] if "base_ranks" in knob else []
-        facts += [f"compared to [{knob['base']}](../../tests/planner/goldens/{policy}/{knob['base']})"] if "base" in knob else []
+        facts += (
+            [f"compared to [{knob['base']}](../../tests/planner/goldens/{policy}/{knob['base']})"]
+            if "base" in knob
+            else []
+        )
         text += f"\n### {knob['title']}\n\n{about}\n"
         text += f"({', '.join(facts)})\n" if facts else ""
         fields = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in shown.items())

@@ -23,7 +23,8 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """A stem, three blocks, a head, and a parameter of the root. 5 rows of the head divide by no number of ranks above 1."""
+    """A stem, three blocks, a head, and a parameter of the root. 5 rows of the head divide by no number of ranks above
+    1."""
 
     def __init__(self, dim: int = 8):
         super().__init__()
@@ -127,8 +128,8 @@ def wider_gradients(trace: dict) -> dict:
 
 
 def tensor_parallel(trace: dict, size: int) -> dict:
-    """The trace as one of `size` ranks records it when the blocks are cut column-wise (up), then row-wise (down): shapes of
-    parameters are what the rank has; activations and operators are left as they are."""
+    """The trace as one of `size` ranks records it when the blocks are cut column-wise (up), then row-wise (down):
+    shapes of parameters are what the rank has; activations and operators are left as they are."""
 
     def cut(parameter: dict, dim: int):
         parameter["shape"][dim] //= size

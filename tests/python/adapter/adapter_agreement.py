@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_agreement.py: each gives what apply says."""
+"""Functions that run on the ranks in test_adapter_agreement.py: each returns apply's message."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_another_buffer(plan: str) -> str:
 
 def with_another_version(plan: str) -> str:
     """Rank 1 runs another shardplan."""
-    from shardplan.torch._native import native
+    from shardplan.torch._job.native import native
 
     if dist.get_rank() == 1:
         native.__version__ = "0.0.1"

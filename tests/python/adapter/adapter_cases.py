@@ -114,8 +114,9 @@ def with_plan(model: nn.Module, plan: str) -> nn.Module:
 
 @dataclasses.dataclass
 class Run:
-    """What a training run leaves: per step the loss; at the end this rank's part of every parameter and optimizer state, named by how it was
-    cut. Parts that are equal on every rank are equal wholes, without a collective for each."""
+    """The result of a training run: per step the loss; at the end this rank's part of every parameter and optimizer
+    state, named by how it was cut. Parts that are equal on every rank are equal wholes, without a collective for
+    each."""
 
     losses: list[torch.Tensor]
     parameters: dict[str, torch.Tensor]
@@ -146,7 +147,10 @@ def train(case: Case, model: nn.Module, steps: int = STEPS) -> Run:
     parameters = dict(part(name, p) for name, p in model.named_parameters())
     names = {id(p): name for name, p in model.named_parameters()}
     states = dict(
-        part(f"{names[id(p)]}.{key}", value) for p, state in optimizer.state.items() for key, value in state.items() if torch.is_tensor(value)
+        part(f"{names[id(p)]}.{key}", value)
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+        if torch.is_tensor(value)
     )
     return Run(losses, parameters, states)
 

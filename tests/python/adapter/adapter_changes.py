@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_changes.py: parameters that a user changes after a plan was applied, next to real FSDP2.
-Each function returns the largest difference and what it is of."""
+"""Functions that run on the ranks in test_adapter_changes.py: parameters that a user changes after a plan was applied,
+next to real FSDP2. Each function returns the largest difference and what it is of."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def _says(expected: str, change: Callable[[nn.Module], None], plan: str, mesh) -
 
 
 def half_is_refused(plan: str, mesh) -> Difference:
-    said = "parameter stem.weight was changed after shardplan.torch.apply: dtype expected torch.float32, found torch.bfloat16"
+    said = (
+        "parameter stem.weight was changed after shardplan.torch.apply: dtype expected torch.float32, found "
+        "torch.bfloat16"
+    )
     return _says(said, lambda model: model.to(torch.bfloat16), plan, mesh)
 
 
@@ -122,7 +125,7 @@ def plain_parameter_is_refused(plan: str, mesh) -> Difference:
 
 
 def frozen_for_an_evaluation(plan: str, mesh) -> Difference:
-    """What is undone before the next step concerns nobody."""
+    """A change that is undone before the next step concerns nobody."""
     models = both(plan, mesh)
     train(DEFAULT, *models, steps=1)
     for model in models:

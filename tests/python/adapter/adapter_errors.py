@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_errors.py."""
+"""Functions that run on the ranks in test_adapter_errors.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def apply_only(case: str, plan: str) -> None:
 
 
 def apply_to_changed_model(plan: str, change) -> str:
-    """What apply says when the default case's model is changed first."""
+    """The message of apply when the default case's model is changed first."""
     import shardplan.torch as sp
 
     model = make_model(CASES["default"])

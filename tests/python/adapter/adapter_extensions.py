@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_extensions.py: parameters that are tensor subclasses with an all-gather extension, and
-units whose parameters differ in dtype, by a plan next to real FSDP2."""
+"""Functions that run on the ranks in test_adapter_extensions.py, by a plan next to real FSDP2: parameters that are
+tensor subclasses with an all-gather extension, and units whose parameters differ in dtype."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def wide(name: str, **fields) -> Case:
 BFLOAT16 = ([{"dtype": "bfloat16"}], [{"dtype": "float32"}])
 FLOAT8 = ([{"dtype": "float8_e4m3fn"}, {"dtype": "float32", "numel": 1}], [{"dtype": "float32"}])
 HALF = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
-# Of what class the weights are, or the dtype of the frozen norms.
+# The class of the weights, or the dtype of the frozen norms.
 EXTENDED: list[tuple[Case, type]] = [
     (wide("bfloat16", **extension(*BFLOAT16)), Bfloat16),
     (case("bfloat16_uneven", **extension(*BFLOAT16)), Bfloat16),
@@ -206,7 +206,7 @@ def compare(of: Case, prepare, plan: str) -> tuple[float, str]:
 
 
 def refusals(plan: str) -> list[str]:
-    """What apply and a forward say."""
+    """The messages of apply and of a forward."""
     import shardplan.torch as sp
 
     said = []

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_features.py: what users do besides a plain loop, next to real FSDP2."""
+"""Functions that run on the ranks in test_adapter_features.py: what users do besides a plain loop, next to real
+FSDP2."""
 
 from __future__ import annotations
 
@@ -273,7 +274,7 @@ def optimizer_state(plan: str, folder: str, mesh) -> tuple[float, str]:
     sources = [(ours, optimizers[0]), (theirs, optimizers[1])]
     for number, (source, target) in enumerate((sources, sources[::-1])):
         dcp.save(state(*source), checkpoint_id=f"{folder}/{number}")
-        # What is loaded replaces everything: the target has trained on its own.
+        # The loaded state replaces everything: the target has trained on its own.
         step(*target, 50)
         loaded = state(*target)
         dcp.load(loaded, checkpoint_id=f"{folder}/{number}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_offload.py: activations in host memory, next to real FSDP2."""
+"""Functions that run on the ranks in test_adapter_offload.py: activations in host memory, next to real FSDP2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from equivalence_models import inputs_of, loss_of
 from equivalence_settings import case
 
 import shardplan.torch as sp
-from shardplan.torch._offload import Offloader
+from shardplan.torch._parameters.offload import Offloader
 
 OFFLOADING = case("offloading", activation_offload={"modules": ["layers.*"], "min_bytes": 0})
 
@@ -37,7 +37,9 @@ def goes_and_comes_back(plan: str, mesh) -> str:
     if len(storages) < 9 or any(found is None or found.storage is not None or found.host is None for found in storages):
         return f"of {len(storages)} storages some are on the device behind the forward"
     seen = []
-    model.layers[0].register_full_backward_pre_hook(lambda *_: seen.append([found.back is not None for found in storages]))
+    model.layers[0].register_full_backward_pre_hook(
+        lambda *_: seen.append([found.back is not None for found in storages])
+    )
     del storages
     loss.backward()
     if offloader.taken or offloader.warned:
@@ -47,7 +49,10 @@ def goes_and_comes_back(plan: str, mesh) -> str:
 
 def deviates_while_they_are_away(plan: str, mesh) -> str:
     """A loss of the second block's output: the plan has a backward that begins at the model's."""
-    models = sp.apply(make_model(OFFLOADING), plan, mesh, on_deviation="replan"), with_fsdp2(OFFLOADING, make_model(OFFLOADING), mesh)
+    models = (
+        sp.apply(make_model(OFFLOADING), plan, mesh, on_deviation="replan"),
+        with_fsdp2(OFFLOADING, make_model(OFFLOADING), mesh),
+    )
     for step in range(3):
         gradients = []
         for model in models:

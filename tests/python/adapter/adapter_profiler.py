@@ -9,8 +9,15 @@ from equivalence import Case, Fsdp2Calls, PlanCalls, Trainer, make_mesh, make_mo
 from equivalence_settings import BF16, GROUP, HSDP, accumulation, case
 
 PREFIXES = ("FSDP::", "shardplan::")
-KEEPS = [{"modules": ["layers.0"], "reshard_after_forward": False}, {"modules": ["layers.1", "layers.2"]}, {"modules": [""]}]
-CASTS = [{"modules": ["layers.*"], "mixed_precision": BF16}, {"modules": [""], "mixed_precision": BF16 | {"output_dtype": "float32"}}]
+KEEPS = [
+    {"modules": ["layers.0"], "reshard_after_forward": False},
+    {"modules": ["layers.1", "layers.2"]},
+    {"modules": [""]},
+]
+CASTS = [
+    {"modules": ["layers.*"], "mixed_precision": BF16},
+    {"modules": [""], "mixed_precision": BF16 | {"output_dtype": "float32"}},
+]
 
 CASES = [
     case("default"),
@@ -35,7 +42,8 @@ def ranges_of_a_step(trainer: Trainer, step: int) -> list[str]:
 
 
 def ranges_of_all(cases: list[Case], plans: dict[str, str]) -> dict[str, tuple[set[str], set[str], list[str]]]:
-    """By case: those of the plan, FSDP2's, and those of the plan's instructions. Of the second step: the first one makes streams and states."""
+    """Ranges by case: those of the plan, FSDP2's, and those of the plan's instructions. They are of the second step:
+    the first one makes streams and states."""
     found = {}
     for of in cases:
         mesh = make_mesh(of)
@@ -50,7 +58,7 @@ def ranges_of_all(cases: list[Case], plans: dict[str, str]) -> dict[str, tuple[s
 
 
 def ranges_on_demand(of: Case, plan: str) -> tuple[set[str], set[str]]:
-    """Of an evaluation that the plan does not have."""
+    """Ranges of an evaluation that the plan does not have."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -59,7 +67,9 @@ def ranges_on_demand(of: Case, plan: str) -> tuple[set[str], set[str]]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.no_grad():
         trainer.forward(1, "", {}, {})
     names = [event.name for event in profiler.events() if event.name.startswith(PREFIXES)]
-    return {name for name in names if name.startswith("FSDP::")}, {name for name in names if name.startswith("shardplan::")}
+    return {name for name in names if name.startswith("FSDP::")}, {
+        name for name in names if name.startswith("shardplan::")
+    }
 
 
 def nesting_of_a_step(of: Case, plan: str) -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are DTensors already (tensor parallelism), by a plan and by real FSDP2: what runs on the ranks, and the plan."""
+"""Parameters that are DTensors already (tensor parallelism), by a plan and by real FSDP2: what runs on the ranks, and
+the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from equivalence_settings import BOTH, TWO, case
 TENSOR = {"name": "tensor", "size": 2}
 SIZES = {"width": 8, "hidden": 12}
 CASES = [
-    case("tensor_parallel", ranks=4, arguments=SIZES, mesh=[{"name": "shard", "size": 2}, TENSOR], data_parallel={"shard": ["shard"]}),
+    case(
+        "tensor_parallel",
+        ranks=4,
+        arguments=SIZES,
+        mesh=[{"name": "shard", "size": 2}, TENSOR],
+        data_parallel={"shard": ["shard"]},
+    ),
     # Between two dimensions that FSDP's is flattened from.
     case("tensor_parallel_between", ranks=8, arguments=SIZES, mesh=[TWO[0], TENSOR, TWO[1]], data_parallel=BOTH),
 ]
@@ -26,7 +33,7 @@ COLUMNS, ROWS = ("up.weight", "up.bias"), ("down.weight",)
 
 
 def _placement(fqn: str) -> dict | None:
-    """Of the parameters of parallel layers: column-wise up, row-wise down (its bias replicated)."""
+    """Placement of a parameter of parallel layers: column-wise up, row-wise down (its bias replicated)."""
     if not fqn.startswith("layers."):
         return None
     if fqn.endswith(COLUMNS):

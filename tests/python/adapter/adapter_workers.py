@@ -53,7 +53,8 @@ def _entry(
         outcome = ("raised", f"{type(error).__name__}: {error}", traceback.format_exc())
     pathlib.Path(folder, f"rank{rank}").write_bytes(pickle.dumps(outcome))
     if outcome[0] == "raised" or "MASTER_PORT" in environment:
-        # No orderly shutdown: the others may be in a collective, and torch's NCCL process group waits for a store that is stopped when it goes.
+        # No orderly shutdown: the others may be in a collective, and torch's NCCL process group waits for a store that
+        # is stopped when it goes.
         os._exit(0)
     gc.collect()  # models hold the process groups, whose threads must end before the interpreter does
     dist.destroy_process_group()
@@ -71,8 +72,8 @@ def run_on_ranks(
     """function(*arguments) on every rank -> per rank ("returned", value), ("raised", message, traceback), or None for
     a process that died without a word.
 
-    timeout_s: of the process group. It ends ranks that wait for one that is lost, and no test waits for it: on a loaded machine a rank may be minutes
-    behind.
+    timeout_s: of the process group. It ends ranks that wait for one that is lost, and no test waits for it: on a loaded
+    machine a rank may be minutes behind.
     stops: a rank that stops itself, and is killed when the others have ended. The store is then a TCPStore of rank 0's.
     """
     folder.mkdir(parents=True, exist_ok=True)

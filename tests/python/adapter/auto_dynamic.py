@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs whose steps differ, next to real FSDP2: what test_auto_features.py runs on the ranks of experts, dropped layers, and a search meanwhile."""
+"""Jobs whose steps differ, next to real FSDP2: what test_auto_features.py runs on the ranks of experts, dropped layers,
+and a search meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from equivalence_models import loss_of
 from torch.distributed.fsdp import fully_shard
 
 import shardplan.torch as sp
-from shardplan.torch._applied import applied_to
+from shardplan.torch._replay.applied import applied_to
 
 CLUSTER = pathlib.Path(__file__).resolve().parents[3] / "examples" / "train_gpt" / "cluster.json"
 
@@ -59,8 +60,8 @@ class Dynamic(nn.Module):
         return self.head(x)
 
 
-# Steps of micro-batches (does its backward reduce, and arguments of the forward, by rank); plans, that of the module tree among them; steps that leave
-# their plan.
+# Steps of micro-batches (does its backward reduce, and arguments of the forward, by rank); plans, that of the module
+# tree among them; steps that leave their plan.
 DYNAMIC: dict[str, tuple[list[list[tuple[bool, dict]]], int, int]] = {
     "unused_expert": ([[(True, {"which": (0, 2)})]] * 4, 2, 1),
     "experts_alternate": ([[(True, {"which": (step % 2,)})] for step in range(6)], 3, 3),
@@ -129,7 +130,9 @@ def searched_meanwhile() -> tuple[float, str]:
     ours = Dynamic().to(DEVICE)
     torch.manual_seed(1)
     theirs = Dynamic().to(DEVICE)
-    sp.auto(ours, policy="optimize", budget="1GiB", cluster=CLUSTER, search_seconds=1, loss=loss_of, plans=None, quiet=True)
+    sp.auto(
+        ours, policy="optimize", budget="1GiB", cluster=CLUSTER, search_seconds=1, loss=loss_of, plans=None, quiet=True
+    )
     for layer in theirs.layers:
         fully_shard(layer)
     fully_shard(theirs)
@@ -151,5 +154,7 @@ def searched_meanwhile() -> tuple[float, str]:
             dist.all_reduce(going_on, op=dist.ReduceOp.MAX)  # as many steps on each rank
     if applied_to(ours).following is beside or len(beside.kept) < 3:
         return 1.0, f"{len(beside.kept)} plans beside the search"
-    difference, where = largest_difference(*({fqn: whole(parameter) for fqn, parameter in model.named_parameters()} for model in (ours, theirs)))
+    difference, where = largest_difference(
+        *({fqn: whole(parameter) for fqn, parameter in model.named_parameters()} for model in (ours, theirs))
+    )
     return (0.0, "") if difference < 1e-5 else (difference, where)

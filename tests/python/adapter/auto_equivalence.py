@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script for FSDP2 ported line by line: `fully_shard` becomes `sp.unit`, and `sp.auto` follows; everything else, setters included, stays.
+"""A script for FSDP2 ported line by line: `fully_shard` becomes `sp.unit`, and `sp.auto` follows; everything else,
+setters included, stays.
 
 Runs the settings of equivalence_settings.py so, next to real FSDP2: no builder, no trace, no plan.
 """
@@ -14,10 +15,13 @@ from equivalence import Case, Fsdp2Calls, Trainer, compare_training, make_mesh, 
 from equivalence_families import CASES as FAMILIES
 from equivalence_settings import CASES as SETTINGS
 
-# What `auto` refuses, and says how it is planned instead.
+# Cases that `auto` refuses, saying how they are planned instead.
 REFUSED = {
     "flattened_but_for_one_unit": "units on several meshes",
-    **{f"grad_dtypes_{name}": "a grad_dtype of None, without operators" for name in ("any", "any_accumulate", "any_of_all", "any_of_all_accumulate")},
+    **{
+        f"grad_dtypes_{name}": "a grad_dtype of None, without operators"
+        for name in ("any", "any_accumulate", "any_of_all", "any_of_all_accumulate")
+    },
 }
 
 
@@ -57,17 +61,21 @@ ALL = [dataclasses.replace(case, tolerance=_tolerance(case)) for case in [*SETTI
 # One or two of each kind; tools/nightly has every one.
 SUITE = {
     "finalized_by_call_bf16", "keeps_unsharded_storage", "default", "hsdp_bf16", "flattened", "hsdp_accumulate_partial",
-    "accumulate_without_communication_bf16", "accumulate_with_communication", "accumulate_one_unit_only", "accumulate_keep_unsharded", "reshard_to_two_bf16",
-    "output_fp32", "grouped_head_bf16", "group_incomplete_accumulates", "group_kept", "nested", "frozen_units", "tied_gpt", "forward_method",
-    "used_twice", "unused_unit", "divide_with_sum", "both_prefetch", "prefetch_lists", "cpu_offload_bf16", "ignored", "clip", "two_forwards",
-    "rms_norms_in_float32_accumulate", "scaled_norms", "grad_dtypes_of_norms", "grad_dtypes_of_three_kinds_accumulate", "head_in_checkpointed_chunks_accumulate",
-    "checkpoint_outside", "forward_without_gradients_between", "checkpoint_unit", "user_unshard_async", "user_reshard", "no_unshard_in_backward", "llama_bf16", "t5_accumulation",
-}  # fmt: skip
+    "accumulate_without_communication_bf16", "accumulate_with_communication", "accumulate_one_unit_only",
+    "accumulate_keep_unsharded", "reshard_to_two_bf16", "output_fp32", "grouped_head_bf16",
+    "group_incomplete_accumulates", "group_kept", "nested", "frozen_units", "tied_gpt", "forward_method", "used_twice",
+    "unused_unit", "divide_with_sum", "both_prefetch", "prefetch_lists", "cpu_offload_bf16", "ignored", "clip",
+    "two_forwards", "rms_norms_in_float32_accumulate", "scaled_norms", "grad_dtypes_of_norms",
+    "grad_dtypes_of_three_kinds_accumulate", "head_in_checkpointed_chunks_accumulate", "checkpoint_outside",
+    "forward_without_gradients_between", "checkpoint_unit", "user_unshard_async", "user_reshard",
+    "no_unshard_in_backward", "llama_bf16", "t5_accumulation",
+}
 CASES = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else [case for case in ALL if case.name in SUITE]
 
 
 class _AsFound(Trainer):
-    """The first steps may be on demand: there modules hold shards where the setting would leave whole parameters, which gradients are looked up of."""
+    """The first steps may be on demand: there modules hold shards where the setting would leave whole parameters, which
+    gradients are looked up of."""
 
     def step(self, number: int) -> dict:
         seen = super().step(number)
@@ -77,7 +85,7 @@ class _AsFound(Trainer):
 def compare(case: Case, plan: str) -> tuple[float, str]:
     """On a rank. plan: the folder for plans."""
     import shardplan.torch as sp
-    from shardplan.torch._applied import applied_to
+    from shardplan.torch._replay.applied import applied_to
 
     mesh = make_mesh(case)
     with warnings.catch_warnings():
@@ -90,5 +98,9 @@ def compare(case: Case, plan: str) -> tuple[float, str]:
     applied = applied_to(ours_model)
     on_demand = bool(applied.runtime.deviation or applied.following.unplannable)
     if on_demand != (case.name in ON_DEMAND):
-        return float("inf"), f"the last step is {'on demand' if on_demand else 'planned'}: {applied.runtime.deviation} {applied.following.unplannable_because}"
+        return (
+            float("inf"),
+            f"the last step is {'on demand' if on_demand else 'planned'}: {applied.runtime.deviation} "
+            f"{applied.following.unplannable_because}",
+        )
     return worst

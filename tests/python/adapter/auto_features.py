@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_auto_features.py: sp.auto, its plans on disk, its search, and the setters of FSDPModule, next to real FSDP2."""
+"""Functions that run on the ranks in test_auto_features.py: sp.auto, its plans on disk, its search, and the setters of
+FSDPModule, next to real FSDP2."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def make(**arguments) -> nn.Module:
 
 
 def apply_fsdp(model: nn.Module, shard: Callable, **arguments) -> None:
-    """As a user has it, for either."""
+    """A user's function, for either."""
     for layer in model.layers:
         shard(layer, **arguments)
     shard([model.head], **arguments)
@@ -52,7 +53,9 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def train(model: nn.Module, steps: int, before: Callable[[nn.Module, int], None] = lambda model, step: None, rows: int = 1) -> dict[str, torch.Tensor]:
+def train(
+    model: nn.Module, steps: int, before: Callable[[nn.Module, int], None] = lambda model, step: None, rows: int = 1
+) -> dict[str, torch.Tensor]:
     """rows: how often each batch is repeated."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     seen = {}
@@ -66,7 +69,9 @@ def train(model: nn.Module, steps: int, before: Callable[[nn.Module, int], None]
     return seen | {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-def both(steps: int = 3, before=lambda model, step: None, model: dict | None = None, mesh=None, **arguments) -> tuple[float, str]:
+def both(
+    steps: int = 3, before=lambda model, step: None, model: dict | None = None, mesh=None, **arguments
+) -> tuple[float, str]:
     """The largest difference between a ported script and the original."""
     ours, theirs = make(**(model or {})), make(**(model or {}))
     apply_fsdp(ours, sp.unit, mesh=mesh, **arguments)
@@ -85,7 +90,9 @@ def shard_placement_fn() -> tuple[float, str]:
 
 def param_dtype_override_fn() -> tuple[float, str]:
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, param_dtype_override_fn=lambda p: torch.float32 if p.ndim == 1 else None
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        param_dtype_override_fn=lambda p: torch.float32 if p.ndim == 1 else None,
     )
     return both(mp_policy=policy, model={"bias": False})
 
@@ -106,7 +113,9 @@ def dp_mesh_dims() -> tuple[float, str]:
 
 def repeated_blocks_are_units() -> tuple[float, str]:
     ours = sp.auto(make(), mp_policy=BF16, quiet=True)
-    assert [name for name, module in ours.named_modules() if isinstance(module, FSDPModule)] == ["", "layers.0", "layers.1", "layers.2"]
+    assert [name for name, module in ours.named_modules() if isinstance(module, FSDPModule)] == [
+        "", "layers.0", "layers.1", "layers.2",
+    ]
     theirs = make()
     for layer in theirs.layers:
         fully_shard(layer, mp_policy=BF16)
@@ -160,9 +169,10 @@ def other_order(folder: str) -> str:
 
 
 def optimized(folder: str) -> str:
-    """The search's plan is followed from the first step on where FSDP2's does not fit, else from a later one; numbers are FSDP2's."""
-    from shardplan.torch._applied import applied_to
-    from shardplan.torch._search import Search
+    """The search's plan is followed from the first step on where FSDP2's does not fit, else from a later one; numbers
+    are FSDP2's."""
+    from shardplan.torch._replay.applied import applied_to
+    from shardplan.torch._api.search import Search
 
     cluster = pathlib.Path(__file__).resolve().parents[3] / "examples" / "train_gpt" / "cluster.json"
     steps, rows = 7, 4096
@@ -172,7 +182,8 @@ def optimized(folder: str) -> str:
     fully_shard(theirs)
     wanted = train(theirs, steps, rows=rows)
     digests = []
-    for budget, waits in (("96MB", True), ("96MB", True), ("400MB", False), ("400MB", True)):  # the second of a kind takes the plan of the first from the disk
+    # The second of a kind takes the plan of the first from the disk.
+    for budget, waits in (("96MB", True), ("96MB", True), ("400MB", False), ("400MB", True)):
         ours = make(layers=6)
         settings = {"cluster": cluster, "search_seconds": 1, "plans": folder, "loss": loss_of, "quiet": True}
         sp.auto(ours, policy="optimize", budget=budget, units=["layers.*"], **settings)
@@ -180,7 +191,11 @@ def optimized(folder: str) -> str:
 
         def watch(model: nn.Module, step: int) -> None:
             followed.append(applied_to(model).plan.digest)  # in the step before
-            searches = [function.__self__ for function in applied_to(model).at_next_step if isinstance(function.__self__, Search)]
+            searches = [
+                function.__self__
+                for function in applied_to(model).at_next_step
+                if isinstance(function.__self__, Search)
+            ]
             until = time.monotonic() + 100 * (step == 3 and dist.get_rank() == 0)
             while searches and not searches[0]._found and time.monotonic() < until:  # the first rank's; others follow
                 time.sleep(0.05)
@@ -199,16 +214,16 @@ def optimized(folder: str) -> str:
 
 
 def _plans_made() -> Callable[[], int]:
-    from shardplan.torch import _replan
+    from shardplan.torch._plans import replan
 
     count = [0]
-    real = _replan.make_plan
+    real = replan.make_plan
 
     def counted(*arguments, **keywords):
         count[0] += 1
         return real(*arguments, **keywords)
 
-    _replan.make_plan = counted
+    replan.make_plan = counted
     return lambda: count[0]
 
 
@@ -216,8 +231,12 @@ SETTERS: dict[str, Callable[[nn.Module], None]] = {
     "set_reshard_after_forward": lambda m: m.set_reshard_after_forward(False),
     "set_reshard_after_forward_one": lambda m: m.layers[1].set_reshard_after_forward(False, recurse=False),
     "set_reshard_after_backward": lambda m: m.set_reshard_after_backward(False),
-    "set_modules_to_forward_prefetch": lambda m: m.layers[0].set_modules_to_forward_prefetch([m.layers[1], m.layers[2]]),
-    "set_modules_to_backward_prefetch": lambda m: m.layers[2].set_modules_to_backward_prefetch([m.layers[1], m.layers[0]]),
+    "set_modules_to_forward_prefetch": lambda m: m.layers[0].set_modules_to_forward_prefetch(
+        [m.layers[1], m.layers[2]]
+    ),
+    "set_modules_to_backward_prefetch": lambda m: m.layers[2].set_modules_to_backward_prefetch(
+        [m.layers[1], m.layers[0]]
+    ),
     "set_gradient_divide_factor": lambda m: [layer.set_gradient_divide_factor(2.0) for layer in m.layers],
     "set_reduce_scatter_divide_factor": lambda m: m.layers[0].set_reduce_scatter_divide_factor(2.0),
     "set_force_sum_reduction_for_comms": lambda m: m.layers[0].set_force_sum_reduction_for_comms(True),
@@ -227,14 +246,16 @@ SETTERS: dict[str, Callable[[nn.Module], None]] = {
     "set_reduce_scatter_max_input_buffers": lambda m: m.set_reduce_scatter_max_input_buffers(2),
     "set_reduce_scatter_unused_params": lambda m: m.set_reduce_scatter_unused_params(True),
     "set_keep_unsharded_storage": lambda m: m.set_keep_unsharded_storage(True),
-    "set_allocate_memory_from_process_group_for_comm": lambda m: m.set_allocate_memory_from_process_group_for_comm(False),
+    "set_allocate_memory_from_process_group_for_comm": lambda m: m.set_allocate_memory_from_process_group_for_comm(
+        False
+    ),
     "_set_unshard_async_op": lambda m: m._set_unshard_async_op(True),
 }
 
 
 def setter(name: str) -> str:
     """Called before the first step; called, and undone where there is an opposite, later. FSDP2 trains beside."""
-    from shardplan.torch._applied import applied_to
+    from shardplan.torch._replay.applied import applied_to
 
     call = SETTERS[name]
     ours, theirs = make(), make()
@@ -272,7 +293,7 @@ def toggled() -> str:
 
 
 def post_optim_event() -> str:
-    from shardplan.torch._applied import applied_to
+    from shardplan.torch._replay.applied import applied_to
 
     ours = sp.auto(make(), quiet=True)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
@@ -314,7 +335,7 @@ def symmetric_memory() -> str:
 
 
 def is_an_fsdp_module() -> str:
-    """As libraries ask, and what they find."""
+    """Questions of libraries, and the answers that they find."""
     model = make()
     sp.unit(model.layers[0])
     sp.auto(model, quiet=True)
@@ -323,7 +344,11 @@ def is_an_fsdp_module() -> str:
         return str(kinds)
     if type(model).__mro__[2] is not Mlp or type(model).__name__ != "Mlp":
         return str(type(model).__mro__)
-    missing = [name for name in vars(FSDPModule) if not name.startswith("__") and name != "_orig_cls_mro_index" and vars(type(model)).get(name) is None]
+    missing = [
+        name
+        for name in vars(FSDPModule)
+        if not name.startswith("__") and name != "_orig_cls_mro_index" and vars(type(model)).get(name) is None
+    ]
     if missing:
         return f"methods of FSDP2's own are left: {missing}"
     for name, wanted in (("_comm_ctx", "docs/guide/migration.md"), ("_fsdp_param_groups", "docs/guide/migration.md")):
@@ -419,13 +444,18 @@ def optimizer_made_before() -> str:
         optimizer.step()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     texts = [str(warning.message) for warning in said]
-    return "" if len(texts) == 1 and "this SGD was made before the plan was applied: 23 of its parameters" in texts[0] else str(texts)
+    return (
+        ""
+        if len(texts) == 1 and "this SGD was made before the plan was applied: 23 of its parameters" in texts[0]
+        else str(texts)
+    )
 
 
 FEATURES = [
-    shard_placement_fn, param_dtype_override_fn, offload_policy, dp_mesh_dims, repeated_blocks_are_units, toggled, post_optim_event, reset_iter_state,
-    symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go, optimizer_made_before, stops_together, searched_meanwhile, *PORTING,
-]  # fmt: skip
+    shard_placement_fn, param_dtype_override_fn, offload_policy, dp_mesh_dims, repeated_blocks_are_units, toggled,
+    post_optim_event, reset_iter_state, symmetric_memory, is_an_fsdp_module, refusals, whole_parameters_go,
+    optimizer_made_before, stops_together, searched_meanwhile, *PORTING,
+]
 
 
 def run(names: list[str], folder: str) -> dict[str, object]:
@@ -441,7 +471,9 @@ def run(names: list[str], folder: str) -> dict[str, object]:
             elif name.startswith("dynamic:"):
                 results[name] = dynamic(name.removeprefix("dynamic:"))
             elif name.startswith("loss:"):
-                results[name] = backwards_inside_the_loss(name.removeprefix("loss:"), str(pathlib.Path(folder) / name.replace(":", "_")))
+                results[name] = backwards_inside_the_loss(
+                    name.removeprefix("loss:"), str(pathlib.Path(folder) / name.replace(":", "_"))
+                )
             elif name in ("other_order", "optimized"):
                 results[name] = globals()[name](str(pathlib.Path(folder) / name))
             else:
@@ -452,4 +484,11 @@ def run(names: list[str], folder: str) -> dict[str, object]:
     return results
 
 
-NAMES = [*(function.__name__ for function in FEATURES), "other_order", "optimized", *(f"setter:{name}" for name in SETTERS), *(f"dynamic:{name}" for name in DYNAMIC), *(f"loss:{name}" for name in LOSSES)]
+NAMES = [
+    *(function.__name__ for function in FEATURES),
+    "other_order",
+    "optimized",
+    *(f"setter:{name}" for name in SETTERS),
+    *(f"dynamic:{name}" for name in DYNAMIC),
+    *(f"loss:{name}" for name in LOSSES),
+]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that call a unit several times, next to real FSDP2 and FSDP1: in chunks, each with a backward of its own inside of the loss (torchtitan's),
-with the setters that it makes around them and without."""
+"""Losses that call a unit several times, next to real FSDP2 and FSDP1. They run in chunks, each with a backward of its
+own inside of the loss (torchtitan's), with the setters that it calls around them and without."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ def _in_chunks(model: nn.Module, hidden: torch.Tensor, sets: bool) -> torch.Tens
 
 
 def traced(batch: int, seq: int) -> tuple:
-    """What `shardplan trace` calls."""
+    """The callable for `shardplan trace`."""
     model = Body()
     return model, (torch.zeros(4, 8),), lambda hidden: _in_chunks(model, hidden, sets=False)
 
 
 def _plan(folder: pathlib.Path, *flags: str, modules: tuple[str, ...] = ("layers.*", "head")) -> str:
-    """Of the trace, by the commands with these units and flags; made by the first rank. The strategy has no program: the trace's calls are the step's."""
+    """The plan of the trace, by the commands with these units and flags; made by the first rank. The strategy has no
+    program: the trace's calls are the step's."""
     trace, plan = folder.parent / "chunks.trace.json", folder / "chunks.plan.json"
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,8 +64,15 @@ def _plan(folder: pathlib.Path, *flags: str, modules: tuple[str, ...] = ("layers
         program = pathlib.Path(os.environ["SHARDPLAN_BUILD"], "bin", "shardplan")
         path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
         for command in (
-            *([] if trace.exists() else [[sys.executable, "-m", "shardplan.tracer", "auto_losses:traced", "-o", str(trace), "-q"]]),
-            [str(program), "plan", str(trace), "--cluster", "h100", "--ranks", str(dist.get_world_size()), *units, "--optimizer", "sgd", *flags, "-q", "-o", str(plan)],
+            *(
+                []
+                if trace.exists()
+                else [[sys.executable, "-m", "shardplan.tracer", "auto_losses:traced", "-o", str(trace), "-q"]]
+            ),
+            [
+                str(program), "plan", str(trace), "--cluster", "h100", "--ranks", str(dist.get_world_size()), *units,
+                "--optimizer", "sgd", *flags, "-q", "-o", str(plan),
+            ],
         ):
             done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
             if done.returncode != 0:
@@ -100,14 +108,17 @@ def _trained(model: nn.Module, sets: bool) -> dict[str, torch.Tensor]:
 
 
 def backwards_inside_the_loss(how: str, folder: str) -> tuple[float, str]:
-    """how: under sp.auto "with" the setters around the chunks or "without", or by a "planned" step that must not deviate; "planned_in_root": the
-    head is no unit, so that no hook runs in the backwards of the chunks. "flat": under FSDP1."""
+    """how: under sp.auto "with" the setters around the chunks or "without", or by a "planned" step that must not
+    deviate. The way "planned_in_root": the head is no unit, so that no hook runs in the backwards of the chunks. The
+    way "flat": under FSDP1."""
     if how.startswith("flat"):
         return _flat(how == "flat_bf16", folder)
     theirs = _trained(_marked(fully_shard, fully_shard, head=how != "planned_in_root"), how == "with")
     if how.startswith("planned"):
         plan = _plan(pathlib.Path(folder), modules=("layers.*",) if how == "planned_in_root" else ("layers.*", "head"))
-        return largest_difference(_trained(_marked(lambda layer: None, lambda model: sp.apply(model, plan)), sets=False), theirs)
+        return largest_difference(
+            _trained(_marked(lambda layer: None, lambda model: sp.apply(model, plan)), sets=False), theirs
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of steps on demand
         model = _marked(sp.unit, lambda model: sp.auto(model, plans=None, quiet=True, optimizer="sgd"))
@@ -116,11 +127,14 @@ def backwards_inside_the_loss(how: str, folder: str) -> tuple[float, str]:
 
 
 def _flat(in_bf16: bool, folder: str) -> tuple[float, str]:
-    """By a plan and under FSDP1. In bf16 its hook is on the first chunk's gradient alone: the others' are not reduced, and the plan carries that."""
+    """By a plan and under FSDP1. In bf16 its hook is on the first chunk's gradient alone: the others' are not reduced,
+    and the plan carries that."""
     precision = MixedPrecision(param_dtype=torch.bfloat16) if in_bf16 else None
 
     def wrapped(module: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(module, use_orig_params=True, mixed_precision=precision, device_id=torch.device(DEVICE))
+        return FullyShardedDataParallel(
+            module, use_orig_params=True, mixed_precision=precision, device_id=torch.device(DEVICE)
+        )
 
     torch.manual_seed(2)
     theirs = Body().to(DEVICE)
@@ -128,7 +142,13 @@ def _flat(in_bf16: bool, folder: str) -> tuple[float, str]:
         theirs.layers[index] = wrapped(layer)
     theirs.head = wrapped(theirs.head)
     theirs = wrapped(theirs)
-    plan = _plan(pathlib.Path(folder), "--policy", "fsdp1", "--use-orig-params", *(["--param-dtype", "bfloat16"] if in_bf16 else []))
+    plan = _plan(
+        pathlib.Path(folder),
+        "--policy",
+        "fsdp1",
+        "--use-orig-params",
+        *(["--param-dtype", "bfloat16"] if in_bf16 else []),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the fault that the plan carries
         ours = _marked(lambda layer: None, lambda model: sp.apply(model, plan))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts as torchtitan has them, next to real FSDP2: parameters on the meta device that are filled behind auto, ties that this makes, and parameters on
-FSDP's own mesh. What test_auto_features.py runs on the ranks."""
+"""Scripts as torchtitan has them, next to real FSDP2: parameters on the meta device that are filled behind auto, ties
+that this makes, and parameters on FSDP's own mesh. test_auto_features.py runs them on the ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ class Decoder(nn.Module):
 
     def __init__(self, ties: bool = False) -> None:
         super().__init__()
-        self.embedding, self.layers, self.head = nn.Embedding(16, 6), nn.ModuleList(Block() for _ in range(3)), nn.Linear(6, 16, bias=False)
+        self.embedding, self.layers, self.head = (
+            nn.Embedding(16, 6),
+            nn.ModuleList(Block() for _ in range(3)),
+            nn.Linear(6, 16, bias=False),
+        )
         self.register_buffer("scale", torch.ones(6), persistent=False)
         self.ties = ties
 
@@ -61,7 +65,9 @@ def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     seen = {}
     for step in range(3):
-        tokens = torch.randint(0, 16, (3, 4), generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(DEVICE)
+        tokens = torch.randint(0, 16, (3, 4), generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(
+            DEVICE
+        )
         loss = model(tokens).square().mean()
         loss.backward()
         seen[f"loss {step}"] = loss.detach()
@@ -111,12 +117,14 @@ def ties_made_behind_auto() -> str:
 
 
 class Tied(nn.Module):
-    """What `tie` makes one, behind the units: embedding, head and `again`, each a unit."""
+    """A model whose embedding, head and `again`, each a unit, become one parameter by `tie`, behind the units."""
 
     def __init__(self, rows: int = 16) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.embedding, self.layer, self.again, self.head = nn.Embedding(rows, 6), Block(), nn.Embedding(rows, 6), nn.Linear(6, rows, bias=False)
+        self.embedding, self.layer, self.again, self.head = (
+            nn.Embedding(rows, 6), Block(), nn.Embedding(rows, 6), nn.Linear(6, rows, bias=False),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.layer(self.embedding(tokens)) + self.again(tokens).relu())
@@ -182,7 +190,17 @@ def _tied_training(model: Tied, accumulate: int, around: Callable, clip: bool) -
     return seen | {name: whole(value) for name, value in model.state_dict().items()}
 
 
-def _tied_both(tie=_two, units=_separate, accumulate=1, around=_plain, clip=False, before=lambda model: None, mesh=None, rows=16, **arguments):
+def _tied_both(
+    tie=_two,
+    units=_separate,
+    accumulate=1,
+    around=_plain,
+    clip=False,
+    before=lambda model: None,
+    mesh=None,
+    rows=16,
+    **arguments,
+):
     def built(shard: Callable, root: Callable) -> Tied:
         model = Tied(rows).to(DEVICE)
         before(model)
@@ -193,8 +211,13 @@ def _tied_both(tie=_two, units=_separate, accumulate=1, around=_plain, clip=Fals
 
     of_mesh = {} if mesh is None else {"mesh": mesh}
     ours = built(sp.unit, lambda model: sp.auto(model, quiet=True, plans=None, **of_mesh, **arguments))
-    real = built(lambda module, **more: fully_shard(module, **of_mesh, **more), lambda model: fully_shard(model, **of_mesh, **arguments))
-    return largest_difference(_tied_training(ours, accumulate, around, clip), _tied_training(real, accumulate, around, clip))
+    real = built(
+        lambda module, **more: fully_shard(module, **of_mesh, **more),
+        lambda model: fully_shard(model, **of_mesh, **arguments),
+    )
+    return largest_difference(
+        _tied_training(ours, accumulate, around, clip), _tied_training(real, accumulate, around, clip)
+    )
 
 
 def tied_across_units() -> tuple[float, str]:
@@ -216,7 +239,8 @@ def tied_to_another() -> tuple[float, str]:
 def tied_with_the_root() -> tuple[float, str]:
     """Two names of the root's unit, and one of another."""
     difference, where = _tied_both(_three, _embeddings_with_root, accumulate=2)
-    return (0.0, "") if difference < 1e-6 else (difference, where)  # the root's own tie is one parameter of the plan, reduced once
+    # The root's own tie is one parameter of the plan, reduced once.
+    return (0.0, "") if difference < 1e-6 else (difference, where)
 
 
 def tied_with_the_root_alone() -> tuple[float, str]:
@@ -306,7 +330,10 @@ def _rows_apart(model: Tied) -> list[int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
         held.clear()
-        hooks = [module.register_forward_pre_hook(lambda module, _: held.append(module.weight.detach().clone())) for module in (model.embedding, model.head)]
+        hooks = [
+            module.register_forward_pre_hook(lambda module, _: held.append(module.weight.detach().clone()))
+            for module in (model.embedding, model.head)
+        ]
         model(torch.arange(17, device=DEVICE).view(1, 17)).square().mean().backward()
         for hook in hooks:
             hook.remove()
@@ -329,7 +356,11 @@ def uneven_ties_are_refused() -> str:
     try:
         ours(torch.arange(17, device=DEVICE).view(1, 17))
     except sp.PlanError as error:
-        missing = [word for word in ("embedding.weight", "head.weight", "17 rows", "2 ranks", "one unit") if word not in str(error)]
+        missing = [
+            word
+            for word in ("embedding.weight", "head.weight", "17 rows", "2 ranks", "one unit")
+            if word not in str(error)
+        ]
         return f"{error} without {missing}" if missing else ""
     return "no error"
 
@@ -360,7 +391,8 @@ def meta_without_initialization() -> str:
 
 
 def dp_mesh_dims_of_units() -> tuple[float, str]:
-    """As torchtitan's full_dtensor has it: parameters are DTensors on the whole mesh, and each call names FSDP's dimensions."""
+    """Parameters are DTensors on the whole mesh, and each call names FSDP's dimensions, as with torchtitan's
+    full_dtensor."""
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("dp_shard", "tp"))
     arguments = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp_shard")}
 
@@ -369,7 +401,9 @@ def dp_mesh_dims_of_units() -> tuple[float, str]:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))).to(DEVICE)
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
-                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate(), Replicate()])))
+                module.register_parameter(
+                    name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate(), Replicate()]))
+                )
         for layer in model:
             shard(layer, **arguments)
         shard(model, **arguments)
@@ -395,9 +429,29 @@ def dp_mesh_dims_of_units() -> tuple[float, str]:
 
 
 PORTING = [
-    initialized_behind_auto, initialized_behind_setters, ties_made_behind_auto, meta_without_initialization, dp_mesh_dims_of_units, tied_across_units,
-    tied_across_units_first_owns, tied_across_three_units, tied_to_another, tied_with_the_root, tied_with_the_root_alone, tied_and_accumulated,
-    tied_and_synced_last, not_tied_and_synced_last, tied_in_low_precision, tied_in_low_precision_throughout, tied_and_kept_gathered, tied_with_a_frozen_one, tied_to_a_frozen_one,
-    tied_on_replicas, tied_with_fewer_rows_than_ranks, tied_units_evaluate, a_tie_outlives_the_plan, uneven_ties_are_refused,
+    initialized_behind_auto,
+    initialized_behind_setters,
+    ties_made_behind_auto,
+    meta_without_initialization,
+    dp_mesh_dims_of_units,
+    tied_across_units,
+    tied_across_units_first_owns,
+    tied_across_three_units,
+    tied_to_another,
+    tied_with_the_root,
+    tied_with_the_root_alone,
+    tied_and_accumulated,
+    tied_and_synced_last,
+    not_tied_and_synced_last,
+    tied_in_low_precision,
+    tied_in_low_precision_throughout,
+    tied_and_kept_gathered,
+    tied_with_a_frozen_one,
+    tied_to_a_frozen_one,
+    tied_on_replicas,
+    tied_with_fewer_rows_than_ranks,
+    tied_units_evaluate,
+    a_tie_outlives_the_plan,
+    uneven_ties_are_refused,
     ties_of_different_shapes_are_refused,
-]  # fmt: skip
+]

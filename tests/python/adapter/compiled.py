@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_compiled.py: torch.compile under a plan and under FSDP2."""
+"""Functions that run on the ranks in test_compiled.py: torch.compile under a plan and under FSDP2."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ from torch.distributed.fsdp import fully_shard
 import shardplan.torch as sp
 
 # How torchtitan and others compile, in the order checkpointing, compilation, sharding.
-ALL = ("wrapper", "method", "wrapper checkpointed", "method checkpointed", "whole", "whole checkpointed", "wrapper dynamic")
-WAYS = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else ("wrapper checkpointed", "method", "whole")  # the rest: tools/nightly
+ALL = (
+    "wrapper", "method", "wrapper checkpointed", "method checkpointed", "whole", "whole checkpointed",
+    "wrapper dynamic",
+)
+# The rest runs in tools/nightly.
+WAYS = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else ("wrapper checkpointed", "method", "whole")
 
 
 def compiled(way: str, shard, backend: str, layers: int = 4, **search) -> nn.Module:
@@ -60,7 +64,12 @@ def train(way: str, by_plan: bool, backend: str, steps: int = 5, **search) -> di
             losses.append(loss.item())
             graphs.append(counters["stats"]["unique_graphs"])
     breaks = sorted(reason.splitlines()[0] for reason in counters["graph_break"])
-    return {"losses": losses, "graphs": graphs, "breaks": breaks, "warnings": sorted({str(w.message).splitlines()[0] for w in said})}
+    return {
+        "losses": losses,
+        "graphs": graphs,
+        "breaks": breaks,
+        "warnings": sorted({str(w.message).splitlines()[0] for w in said}),
+    }
 
 
 def both(way: str, backend: str) -> tuple[dict, dict]:
@@ -84,7 +93,8 @@ def nested() -> str:
 
 
 def searched(folder: str) -> tuple[dict, list[str]]:
-    """Training by a plan that is searched for in a trace of the compiled blocks: what `train` says, and what the trace says of them."""
+    """Training by a plan that is searched for in a trace of the compiled blocks: what `train` says, and what the trace
+    says of them."""
     torch._dynamo.reset()
     seen = []
     from shardplan.tracer import session
@@ -96,7 +106,10 @@ def searched(folder: str) -> tuple[dict, list[str]]:
         return seen[-1]
 
     cluster = pathlib.Path(__file__).resolve().parents[3] / "examples" / "train_gpt" / "cluster.json"
-    search = {"policy": "optimize", "budget": "40MB", "cluster": cluster, "search_seconds": 2, "plans": folder, "loss": loss_of, "allow": ()}
+    search = {
+        "policy": "optimize", "budget": "40MB", "cluster": cluster, "search_seconds": 2, "plans": folder,
+        "loss": loss_of, "allow": (),
+    }
     with unittest.mock.patch.object(session, "trace_module", noting):
         result = train("method", True, "aot_eager", **search)
     compiled = [m["compiled"] for trace in seen for m in trace["modules"] if m.get("compiled")]

@@ -26,7 +26,8 @@ from equivalence_models import build, inputs_of, loss_of, register_forward_metho
 from torch.utils._pytree import tree_map_only
 
 FEW_STEPS = 3  # the first, and two by the steady plan
-STEPS = int(os.environ.get("SHARDPLAN_STEPS", FEW_STEPS))  # more, but for the smallest model: tools/nightly --only adapter_files
+# More, but for the smallest model: tools/nightly --only adapter_files.
+STEPS = int(os.environ.get("SHARDPLAN_STEPS", FEW_STEPS))
 DEFAULT_PROGRAM = [[{"call": "forward"}, {"call": "backward"}, {"call": "optimizer_step"}, {"call": "zero_grad"}]]
 
 
@@ -37,8 +38,8 @@ class Case:
     arguments: dict = dataclasses.field(default_factory=dict)  # of the model's constructor
     strategy: dict = dataclasses.field(default_factory=dict)  # without "schema" and "policy"
     ranks: int = 2
-    # What is traced: forwards (with gradients or not) in groups, each with one backward of its summed losses. A call's
-    # `trace` is the number of the forward or of the backward.
+    # The passes that are traced: forwards (with gradients or not) in groups, each with one backward of its summed
+    # losses. A call's `trace` is the number of the forward or of the backward.
     groups: tuple[tuple[bool, ...], ...] = ((True,),)
     checkpoint: tuple[str, ...] = ()  # modules wrapped in checkpoint_wrapper by the user, innermost first
     optimizer: str = "adamw"
@@ -157,7 +158,7 @@ def _set_knobs(case: Case, model: nn.Module) -> None:
 
 
 def fsdp_mesh(case: Case, rule: dict, mesh):
-    """What a user gives fully_shard, of a mesh whose dimensions data_parallel names."""
+    """The mesh that a user gives fully_shard: the dimensions that data_parallel names."""
     named = rule.get("data_parallel") or case.strategy.get("data_parallel")
     if named is None:
         return mesh
@@ -171,9 +172,10 @@ def fsdp_mesh(case: Case, rule: dict, mesh):
 
 
 def with_fsdp2(case: Case, model: nn.Module, mesh, port=None) -> nn.Module:
-    """fully_shard for every unit of the strategy, and its knobs. port: shardplan.torch, whose functions take the places of PyTorch's."""
-    from shardplan.conformance.installed_fsdp import mesh_info, placed_on
-    from shardplan.conformance.units import matches_any
+    """fully_shard for every unit of the strategy, and its knobs. port: shardplan.torch, whose functions take the places
+    of PyTorch's."""
+    from shardplan_conformance.installed_fsdp import mesh_info, placed_on
+    from shardplan_conformance.units import matches_any
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
@@ -214,7 +216,10 @@ def with_fsdp2(case: Case, model: nn.Module, mesh, port=None) -> nn.Module:
 class Fsdp2Calls:
     """The `module` calls of a program, made on FSDP2's modules."""
 
-    NOT_RECURSIVE = ("set_manual_backward_finalization", "set_is_last_backward", "set_unshard_in_backward", "set_force_sum_reduction_for_comms")
+    NOT_RECURSIVE = (
+        "set_manual_backward_finalization", "set_is_last_backward", "set_unshard_in_backward",
+        "set_force_sum_reduction_for_comms",
+    )
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -299,7 +304,7 @@ class Trainer:
         return self.case.strategy.get("program") or DEFAULT_PROGRAM
 
     def has_grad(self, call: dict) -> bool:
-        """Of a forward: it records gradients."""
+        """Whether a forward records gradients."""
         return [grad for group in self.case.groups for grad in group][call.get("trace", 0)]
 
     def rank(self) -> int:
@@ -362,13 +367,14 @@ def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Te
     return worst
 
 
-# Where kernels run when they are launched: else it is by chance when a block that another stream used comes back.
+# Memory is compared if kernels run when they are launched: else it is by chance when a block that another stream used
+# comes back.
 COMPARES_MEMORY = DEVICE == "cuda" and os.environ.get("SHARDPLAN_DEVICE_MODE") == "inline"
 MORE_BYTES = 1024  # blocks of the allocator that a kernel takes for itself beside others
 
 
 class DeviceMemory:
-    """What one training has allocated on a GPU where another one's models are, too."""
+    """Memory that one training has allocated on a GPU where another one's models are, too."""
 
     def __init__(self) -> None:
         self.alive_bytes = 0
@@ -445,8 +451,8 @@ def compare_all(cases: list[Case], plans: dict[str, str], compare=compare) -> di
 def compare_on_ranks(cases: list[Case], folder: pathlib.Path, plans: dict[str, str], compare=compare) -> list[dict]:
     """By rank what compare_all returns, of all cases. They have one number of ranks.
 
-    One set of processes runs them: starting it takes longer than a case. A new one is started for the cases behind one that
-    raised, and for each half of those of which a rank died without a word.
+    One set of processes runs them: starting it takes longer than a case. A new one is started for the cases behind one
+    that raised, and for each half of those of which a rank died without a word.
     """
     ranks = cases[0].ranks
     attempt = folder / f"{cases[0].name}-{len(cases)}"
@@ -464,7 +470,7 @@ def compare_on_ranks(cases: list[Case], folder: pathlib.Path, plans: dict[str, s
 
 
 def verdict(case: Case, results: list[dict]) -> str:
-    """What is wrong with a case of compare_on_ranks; "" when ours equals theirs on every rank."""
+    """The fault of a case of compare_on_ranks; "" when ours equals theirs on every rank."""
     for rank, result in enumerate(results):
         what, *details = result[case.name]
         if what != "difference":

@@ -28,4 +28,9 @@ def _of(family: str) -> list[Case]:
 
 
 # Another setting for each family; tools/nightly has every one.
-CASES = [one for f, family in enumerate(FAMILIES) for s, one in enumerate(_of(family)) if os.environ.get("SHARDPLAN_ALL_SETTINGS") or s == f]
+CASES = [
+    one
+    for f, family in enumerate(FAMILIES)
+    for s, one in enumerate(_of(family))
+    if os.environ.get("SHARDPLAN_ALL_SETTINGS") or s == f
+]

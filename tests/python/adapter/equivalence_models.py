@@ -54,12 +54,12 @@ def loss_of(output) -> torch.Tensor:
 class Mlp(nn.Module):
     """`layers` residual blocks of two Linears between a stem and a head.
 
-    used_twice: a block that runs again at the end. in_a_row: one that runs twice in a row. unused: blocks that never run. outputs: the head's output alone
-    ("tensor"), with the hidden state ("tuple") or in a dict, or none of it: the loss runs the head on chunks of the hidden
-    state ("chunks"). frozen: prefixes of FQNs that need no gradient. by_method: blocks of
-    which another method than forward runs, too. boxed: blocks hand each other a dataclass. norm: of the blocks, one of NORMS. dtype: of all
-    parameters. grad_dtypes: Tensor.grad_dtype of those whose FQN has such a part. outputs may be "checkpointed_chunks" as well: a
-    checkpointed function runs the head, once for each chunk.
+    used_twice: a block that runs again at the end. in_a_row: one that runs twice in a row. unused: blocks that never
+    run. outputs: the head's output alone ("tensor"), with the hidden state ("tuple") or in a dict, or none of it: the
+    loss runs the head on chunks of the hidden state ("chunks"). frozen: prefixes of FQNs that need no gradient.
+    by_method: blocks of which another method than forward runs, too. boxed: blocks hand each other a dataclass. norm:
+    of the blocks, one of NORMS. dtype: of all parameters. grad_dtypes: Tensor.grad_dtype of those whose FQN has such a
+    part. outputs may be "checkpointed_chunks" as well: a checkpointed function runs the head, once for each chunk.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ MODELS = {
     "t5": Model(build_t5, _t5_inputs),
     "vit": Model(build_vit, lambda generator: {"pixel_values": torch.randn(BATCH, 3, 16, 16, generator=generator)}),
 }
-# Where the units of each are: the repeated blocks.
+# The units of each: its repeated blocks.
 BLOCKS = {
     "mlp": "layers.*",
     "gpt": "blocks.*",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans for cases of equivalence.py: `python equivalence_plans.py CASES.pickle FOLDER` traces every model that occurs once,
-and runs `shardplan plan` for every case. A process of its own (warm.py): the tracer must be there before autograd's first backward.
+"""Plans for cases of equivalence.py: `python equivalence_plans.py CASES.pickle FOLDER` traces every model that occurs
+once, and runs `shardplan plan` for every case. A process of its own (warm.py): the tracer must be there before
+autograd's first backward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 from equivalence_models import ROOT, build, inputs_of, loss_of, register_forward_methods
 
 
-OPTIMIZERS = {"adamw": {"kind": "adamw"}, "sgd": {"kind": "sgd", "momentum": True}}  # as equivalence.py trains with them
+# equivalence.py trains with them.
+OPTIMIZERS = {"adamw": {"kind": "adamw"}, "sgd": {"kind": "sgd", "momentum": True}}
 
 
 def trace_key(case) -> str:
@@ -23,7 +25,8 @@ def trace_key(case) -> str:
 
 
 def compute_dtype(case) -> str:
-    """Of the trace. Kernels of the low precision make gradients of other dtypes only of the norms that the case names."""
+    """The trace's compute dtype. Kernels of the low precision make gradients of other dtypes only of the norms that the
+    case names."""
     low = case.strategy.get("mixed_precision", {}).get("param_dtype") or case.arguments.get("dtype")
     return low if low and "norm" in case.arguments else "float32"
 
@@ -52,7 +55,9 @@ def cluster(folder: pathlib.Path, ranks: int) -> pathlib.Path:
 def plan(case, trace_path: pathlib.Path, folder: pathlib.Path) -> str:
     """The plan's path, or what `shardplan plan` says against it."""
     strategy = folder / f"{case.name}.strategy.json"
-    document = {"schema": "shardplan.strategy/1", "policy": "fsdp2", "optimizer": OPTIMIZERS[case.optimizer], **case.strategy}
+    document = {
+        "schema": "shardplan.strategy/1", "policy": "fsdp2", "optimizer": OPTIMIZERS[case.optimizer], **case.strategy,
+    }
     strategy.write_text(json.dumps(document))
     output = folder / f"{case.name}.plan.json"
     command = [

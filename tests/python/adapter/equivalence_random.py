@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random small models and settings: `python tests/python/adapter/equivalence_random.py --cases 300 [--seed N]` runs many and says how
-many agree; the test suite runs some. A case is made of its number alone.
+"""Random small models and settings: `python tests/python/adapter/equivalence_random.py --cases 300 [--seed N]` runs
+many and says how many agree; the test suite runs some. A case is made of its number alone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from equivalence import Case, compare, compare_on_ranks, verdict
 from equivalence_models import ROOT
 from equivalence_settings import BOTH, END, HSDP, TIES_ARE_REFUSED, TWO, micro, setter
 
-DTYPES = [None, None, {"param_dtype": "bfloat16", "reduce_dtype": "float32"}, {"param_dtype": "bfloat16"}, {"reduce_dtype": "float64"}]
+DTYPES = [
+    None,
+    None,
+    {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    {"param_dtype": "bfloat16"},
+    {"reduce_dtype": "float64"},
+]
 
 
 def random_arguments(draw: random.Random, ties: bool, freezable) -> dict:
-    """Of the model. ties: there may be tied parameters. `freezable(layers)`: names of what may be frozen."""
+    """Arguments of the model. ties: there may be tied parameters. `freezable(layers)`: names of what may be frozen."""
     layers = draw.randint(1, 4)
     arguments: dict = {"layers": layers, "width": draw.randint(3, 12), "hidden": draw.randint(2, 15)}
     arguments["bias"] = draw.random() < 0.7
@@ -72,7 +78,7 @@ def _units(draw: random.Random, shape: str, layers: int) -> list[dict]:
 
 
 def _flattened(draw: random.Random, units: list[dict]) -> dict:
-    """What a strategy for four ranks says of a mesh of two dimensions that FSDP's are flattened from."""
+    """Fields of a strategy for four ranks about a mesh of two dimensions that FSDP's are flattened from."""
     if draw.random() < 0.3:
         for unit in units:
             unit.pop("reshard_after_forward", None)  # replicate() does not take it
@@ -148,7 +154,8 @@ def make_case(seed: int) -> Case:
     clip = 0.05 if draw.random() < 0.2 and not strategy.get("cpu_offload") and one_mesh else None
     optimizer = draw.choice(["adamw", "sgd"])
     return Case(
-        f"random{seed}", "mlp", arguments, strategy, ranks, checkpoint=checkpoint, optimizer=optimizer, clip=clip, steps=3
+        f"random{seed}", "mlp", arguments, strategy, ranks, checkpoint=checkpoint, optimizer=optimizer, clip=clip,
+        steps=3,
     )
 
 
@@ -179,7 +186,9 @@ def main_of(make_case, compare, description: str) -> int:
     for first in range(arguments.seed, arguments.seed + arguments.cases, arguments.batch):
         last = min(first + arguments.batch, arguments.seed + arguments.cases)
         with tempfile.TemporaryDirectory() as folder:
-            verdicts = run([make_case(seed) for seed in range(first, last)], pathlib.Path(folder), build_folder(), compare)
+            verdicts = run(
+                [make_case(seed) for seed in range(first, last)], pathlib.Path(folder), build_folder(), compare
+            )
         for name, verdict in verdicts.items():
             agreeing += verdict == ""
             if verdict:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from equivalence import FEW_STEPS, Case
 from equivalence_models import BLOCKS
-from shardplan.conformance.installed_fsdp import FINALIZES_ON_CALL, PLACES_ON_MESHES
+from shardplan_conformance.installed_fsdp import FINALIZES_ON_CALL, PLACES_ON_MESHES
 from torch.distributed.fsdp import _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -28,7 +28,11 @@ def micro(number: int) -> list[dict]:
 
 def case(name: str, model: str = "mlp", units=None, ranks: int = 2, arguments: dict | None = None, **fields) -> Case:
     """Fields of Case, and every other as a field of the strategy."""
-    own = {key: fields.pop(key) for key in ("groups", "checkpoint", "optimizer", "clip", "steps", "tolerance") if key in fields}
+    own = {
+        key: fields.pop(key)
+        for key in ("groups", "checkpoint", "optimizer", "clip", "steps", "tolerance")
+        if key in fields
+    }
     if model == "mlp":
         own.setdefault("steps", FEW_STEPS)
     if own.get("optimizer") == "sgd":
@@ -53,17 +57,28 @@ def checkpointed(name: str, entry: str, **fields) -> Case:
 
 
 GROUP = [{"modules": ["layers.0", "layers.1"], "group": True}, {"modules": ["layers.2"]}, {"modules": [""]}]
-GROUPED_HEAD = [{"modules": ["layers.0"]}, {"modules": ["layers.1"]}, {"modules": ["layers.2", "head"], "group": True}, {"modules": [""]}]
+GROUPED_HEAD = [
+    {"modules": ["layers.0"]},
+    {"modules": ["layers.1"]},
+    {"modules": ["layers.2", "head"], "group": True},
+    {"modules": [""]},
+]
 CHUNKS = {"outputs": "chunks"}
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
-# Of modules of two units: FSDP2 refuses them since 2.15.
+# FSDP2 refuses ties across units since 2.15.
 TIES_ARE_REFUSED = hasattr(FSDPState, "_validate_no_duplicate_params")
 LOOKS_INTO_DATACLASSES = hasattr(_common_utils, "collect_grad_tensors")  # FSDP2's hooks, since 2.15
 TIED_ACROSS_UNITS = [
     case("tied_across_units", arguments={"tied": True}),
-    case("tied_across_units_bf16", arguments={"tied": True}, mixed_precision=BF16, program=[[*micro(0), *micro(1), *END]]),
-    case("tied_gpt_across_units", model="gpt", units=[{"modules": ["tokens"]}, {"modules": ["blocks.*"]}, {"modules": [""]}]),
+    case(
+        "tied_across_units_bf16", arguments={"tied": True}, mixed_precision=BF16, program=[[*micro(0), *micro(1), *END]]
+    ),
+    case(
+        "tied_gpt_across_units",
+        model="gpt",
+        units=[{"modules": ["tokens"]}, {"modules": ["blocks.*"]}, {"modules": [""]}],
+    ),
 ]
 
 # The loss runs a part of a group: FSDP2 trains it since 2.15.
@@ -77,11 +92,17 @@ GROUPED_HEAD_IN_CHUNKS = [
 # Each mesh of a unit's parameters makes a group of its own, since 2.15.
 DOWN_ON_INNER = {"parameter_meshes": [{"parameters": ["layers.*.down.*"], "data_parallel": {"shard": ["inner"]}}]}
 ON_TWO_MESHES = [
-    case(name, ranks=4, mesh=TWO, data_parallel=BOTH, units=[{"modules": ["layers.*"], **DOWN_ON_INNER}, {"modules": [""]}], **fields)
+    case(
+        name, ranks=4, mesh=TWO, data_parallel=BOTH,
+        units=[{"modules": ["layers.*"], **DOWN_ON_INNER}, {"modules": [""]}], **fields,
+    )
     for name, fields in {
         "on_two_meshes": {},
         "on_two_meshes_bf16_accumulates": {"mixed_precision": BF16, "program": accumulation()},
-        "on_two_meshes_prefetched": {"fsdp2": {"forward_prefetch": 1, "backward_prefetch": 1}, "reshard_after_forward": 2},
+        "on_two_meshes_prefetched": {
+            "fsdp2": {"forward_prefetch": 1, "backward_prefetch": 1},
+            "reshard_after_forward": 2,
+        },
     }.items()
 ]
 
@@ -102,15 +123,27 @@ KEEPS_STORAGE = [
     case("keeps_unsharded_storage", setup=[{"method": "set_keep_unsharded_storage", "module": "", "value": True}]),
 ]
 
-# Gradients that autograd makes wider than their parameters: of RMSNorm's weights on a CPU, of weights that multiply float32 anywhere.
-PRECISIONS = {"": {"param_dtype": "bfloat16"}, "_in_float32": BF16, "_in_bfloat16": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}}
+# Gradients that autograd makes wider than their parameters: of RMSNorm's weights on a CPU, of weights that multiply
+# float32 anywhere.
+PRECISIONS = {
+    "": {"param_dtype": "bfloat16"}, "_in_float32": BF16,
+    "_in_bfloat16": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
+}
 WIDER_GRADIENTS = [
     case(f"{norm}_norms{name}{suffix}", arguments={"norm": norm, "used_twice": 1}, mixed_precision=precision, **fields)
     for norm in ("rms", "scaled", "layer")
     for name, precision in PRECISIONS.items()
     for suffix, fields in {"": {}, "_accumulate": {"program": accumulation()}}.items()
     if norm == "scaled" or suffix or name != "_in_bfloat16"
-] + [case("reduced_in_less", arguments={"used_twice": 1}, mixed_precision={"reduce_dtype": "bfloat16"}, program=accumulation(), optimizer="sgd")]
+] + [
+    case(
+        "reduced_in_less",
+        arguments={"used_twice": 1},
+        mixed_precision={"reduce_dtype": "bfloat16"},
+        program=accumulation(),
+        optimizer="sgd",
+    )
+]
 # Tensor.grad_dtype, since 2.15; AdamW takes no gradients of another dtype than their parameters'.
 GRAD_DTYPES = [
     case(
@@ -126,11 +159,22 @@ GRAD_DTYPES = [
         "any": {"norm": None},
         "any_of_all": {"": None},
     }.items()
-    for suffix, fields in {"": {}, "_accumulate": {"program": accumulation()}, "_in_float32": {"mixed_precision": {"reduce_dtype": "float32"}}}.items()
+    for suffix, fields in {
+        "": {}, "_accumulate": {"program": accumulation()},
+        "_in_float32": {"mixed_precision": {"reduce_dtype": "float32"}},
+    }.items()
 ]
 CHECKPOINTED_CHUNKS = [
-    case(f"head_in_checkpointed_chunks{suffix}", arguments={"outputs": "checkpointed_chunks"}, units=[{"modules": ["layers.*"]}, {"modules": ["head"]}, {"modules": [""]}], **fields)
-    for suffix, fields in {"": {}, "_bf16": {"mixed_precision": BF16}, "_accumulate": {"program": accumulation()}, "_kept": {"reshard_after_forward": False}}.items()
+    case(
+        f"head_in_checkpointed_chunks{suffix}",
+        arguments={"outputs": "checkpointed_chunks"},
+        units=[{"modules": ["layers.*"]}, {"modules": ["head"]}, {"modules": [""]}],
+        **fields,
+    )
+    for suffix, fields in {
+        "": {}, "_bf16": {"mixed_precision": BF16}, "_accumulate": {"program": accumulation()},
+        "_kept": {"reshard_after_forward": False},
+    }.items()
 ]
 
 CASES = [
@@ -146,15 +190,29 @@ CASES = [
     case("hsdp_bf16", ranks=4, mesh=HSDP, mixed_precision=BF16),
     case("flattened", ranks=4, mesh=TWO, data_parallel=BOTH, clip=0.05),
     case("flattened_to_two", ranks=4, mesh=TWO, data_parallel=BOTH, reshard_after_forward=2),
-    case("flattened_with_one", ranks=4, mesh=[HSDP[0], {"name": "one", "size": 1}, HSDP[1]], data_parallel={"replicate": ["replicate"], "shard": ["one", "shard"]}),
+    case(
+        "flattened_with_one",
+        ranks=4,
+        mesh=[HSDP[0], {"name": "one", "size": 1}, HSDP[1]],
+        data_parallel={"replicate": ["replicate"], "shard": ["one", "shard"]},
+    ),
     case(
         "flattened_but_for_one_unit",
         ranks=4,
         mesh=TWO,
         data_parallel=BOTH,
-        units=[{"modules": ["layers.1"], "data_parallel": {"shard": ["outer"]}}, {"modules": ["layers.0", "layers.2"]}, {"modules": [""]}],
+        units=[
+            {"modules": ["layers.1"], "data_parallel": {"shard": ["outer"]}},
+            {"modules": ["layers.0", "layers.2"]},
+            {"modules": [""]},
+        ],
     ),
-    case("flattened_replicas", ranks=4, mesh=[*TWO, {"name": "shard", "size": 1}], data_parallel={"replicate": ["outer", "inner"], "shard": ["shard"]}),
+    case(
+        "flattened_replicas",
+        ranks=4,
+        mesh=[*TWO, {"name": "shard", "size": 1}],
+        data_parallel={"replicate": ["outer", "inner"], "shard": ["shard"]},
+    ),
     case("replicated", ranks=4, mesh=TWO, data_parallel={"replicate": ["outer", "inner"]}),
     case("hsdp_accumulate_nothing", ranks=4, mesh=HSDP, program=accumulation()),
     case("hsdp_accumulate_partial", ranks=4, mesh=HSDP, program=accumulation("set_requires_all_reduce")),
@@ -168,7 +226,13 @@ CASES = [
     # Over two ranks first, then over the two pairs: another order of the sum.
     case("two_levels", ranks=4, fsdp2={"inner_reduce_ranks": 2}, tolerance=1e-4),
     case("two_levels_bf16", ranks=4, fsdp2={"inner_reduce_ranks": 2}, mixed_precision=BF16, clip=0.05, tolerance=1e-2),
-    case("two_levels_each", ranks=4, fsdp2={"inner_reduce_ranks": 2}, program=[[*micro(0), *micro(1), *END]], tolerance=1e-4),
+    case(
+        "two_levels_each",
+        ranks=4,
+        fsdp2={"inner_reduce_ranks": 2},
+        program=[[*micro(0), *micro(1), *END]],
+        tolerance=1e-4,
+    ),
     case("accumulate_without_communication", program=accumulation()),
     case("accumulate_without_communication_bf16", mixed_precision=BF16, program=accumulation()),
     case("accumulate_with_communication", program=[[*micro(0), *micro(1), *END]]),
@@ -225,9 +289,17 @@ CASES = [
             {"modules": [""]},
         ],
     ),
-    case("precision_by_unit", units=[{"modules": ["layers.1"], "mixed_precision": {"param_dtype": "bfloat16", "output_dtype": "float32"}}, {"modules": [""]}]),
+    case(
+        "precision_by_unit",
+        units=[
+            {"modules": ["layers.1"], "mixed_precision": {"param_dtype": "bfloat16", "output_dtype": "float32"}},
+            {"modules": [""]},
+        ],
+    ),
     case("group", units=GROUP),
-    case("group_last", units=[{"modules": ["layers.*"]}, {"modules": ["head", "stem"], "group": True}, {"modules": [""]}]),
+    case(
+        "group_last", units=[{"modules": ["layers.*"]}, {"modules": ["head", "stem"], "group": True}, {"modules": [""]}]
+    ),
     case("grouped_head", units=GROUPED_HEAD),
     case("grouped_head_bf16", units=GROUPED_HEAD, mixed_precision=BF16),
     *[case(f"grouped_head_of_{release}", units=GROUPED_HEAD, pytorch=release) for release in ("2.11", "2.15")],
@@ -237,7 +309,9 @@ CASES = [
     case("group_one_runs_in_a_row", arguments={"in_a_row": 0}, units=GROUP),
     case("group_last_runs_in_a_row", arguments={"in_a_row": 1}, units=GROUP),
     case("group_one_runs_again_at_the_end", arguments={"used_twice": 0}, units=GROUP),
-    case("group_incomplete_accumulates", arguments={"unused": [1]}, units=GROUP, program=[[*micro(0), *micro(1), *END]]),
+    case(
+        "group_incomplete_accumulates", arguments={"unused": [1]}, units=GROUP, program=[[*micro(0), *micro(1), *END]]
+    ),
     case("group_incomplete_without_communication", arguments={"unused": [1]}, units=GROUP, program=accumulation()),
     case("group_twice_a_step", arguments={"in_a_row": 1}, units=GROUP, program=[[*micro(0), *micro(1), *END]]),
     case("group_kept", arguments={"used_twice": 0}, units=GROUP, reshard_after_forward=False),
@@ -245,14 +319,31 @@ CASES = [
     checkpointed("group_checkpointed_in_a_row", "layers.*", arguments={"in_a_row": 0}, units=GROUP),
     checkpointed("checkpoint_unit_used_twice", "layers.*", arguments={"used_twice": 0}),
     case("checkpoint_call_outside_used_twice", arguments={"recomputed": [0, 1, 2], "used_twice": 0}),
-    *([case("dataclasses", arguments={"boxed": True}), case("dataclasses_bf16", arguments={"boxed": True}, mixed_precision=BF16)] if LOOKS_INTO_DATACLASSES else []),
+    *(
+        [
+            case("dataclasses", arguments={"boxed": True}),
+            case("dataclasses_bf16", arguments={"boxed": True}, mixed_precision=BF16),
+        ]
+        if LOOKS_INTO_DATACLASSES
+        else []
+    ),
     case("nested", units=[{"modules": ["layers.*.up"]}, {"modules": ["layers.*"]}, {"modules": [""]}]),
-    case("root_without_parameters", arguments={"bare_root": True}, units=[{"modules": ["stem"]}, {"modules": ["layers.*"]}, {"modules": ["head"]}, {"modules": [""]}]),
+    case(
+        "root_without_parameters",
+        arguments={"bare_root": True},
+        units=[{"modules": ["stem"]}, {"modules": ["layers.*"]}, {"modules": ["head"]}, {"modules": [""]}],
+    ),
     case("root_alone", units=[{"modules": [""]}]),
     case("frozen_units", arguments={"frozen": ["stem", "layers.0", "layers.2"]}),
     case("partly_frozen", arguments={"frozen": ["layers.1.up", "layers.0.norm", "head.bias"]}),
-    case("partly_frozen_bf16", mixed_precision=BF16, arguments={"frozen": ["layers.1.up", "layers.0.norm", "head.bias"]}),
-    case("tied_in_a_group", arguments={"tied": True}, units=[{"modules": ["layers.0", "layers.2"], "group": True}, {"modules": [""]}]),
+    case(
+        "partly_frozen_bf16", mixed_precision=BF16, arguments={"frozen": ["layers.1.up", "layers.0.norm", "head.bias"]}
+    ),
+    case(
+        "tied_in_a_group",
+        arguments={"tied": True},
+        units=[{"modules": ["layers.0", "layers.2"], "group": True}, {"modules": [""]}],
+    ),
     case("tied_gpt", model="gpt"),
     case("untied_gpt", model="gpt", arguments={"tied": False, "layers": 2, "width": 36}),
     case("used_twice", arguments={"used_twice": 1}),
@@ -282,20 +373,44 @@ CASES = [
     case("cpu_offload", cpu_offload=True, pin_memory=False),
     case("cpu_offload_bf16", cpu_offload=True, pin_memory=False, mixed_precision=BF16),
     case("cpu_offload_accumulate", cpu_offload=True, pin_memory=False, program=[[*micro(0), *micro(1), *END]]),
-    case("cpu_offload_one_unit", units=[{"modules": ["layers.1"], "cpu_offload": True}, {"modules": [""]}], pin_memory=False),
+    case(
+        "cpu_offload_one_unit",
+        units=[{"modules": ["layers.1"], "cpu_offload": True}, {"modules": [""]}],
+        pin_memory=False,
+    ),
     case("ignored", ignored_parameters=["layers.1.up.weight", "head.bias"]),
     case("clip", clip=0.05),
     case("clip_hsdp", clip=0.05, ranks=4, mesh=HSDP),
-    case("two_forwards", program=[[{"call": "forward", "microbatch": 0}, {"call": "forward", "microbatch": 1}, {"call": "backward", "microbatches": [1]}, {"call": "backward", "microbatches": [0]}, *END]]),
+    case(
+        "two_forwards",
+        program=[
+            [
+                {"call": "forward", "microbatch": 0},
+                {"call": "forward", "microbatch": 1},
+                {"call": "backward", "microbatches": [1]},
+                {"call": "backward", "microbatches": [0]},
+                *END,
+            ]
+        ],
+    ),
     case(
         "two_forwards_one_backward",
         groups=((True, True),),
-        program=[[FORWARD, {"call": "forward", "microbatch": 1, "trace": 1}, {"call": "backward", "microbatches": [0, 1]}, *END]],
+        program=[
+            [
+                FORWARD,
+                {"call": "forward", "microbatch": 1, "trace": 1},
+                {"call": "backward", "microbatches": [0, 1]},
+                *END,
+            ]
+        ],
     ),
     case(
         "forward_without_gradients",
         groups=((False,), (True,)),
-        program=[[FORWARD, {"call": "forward", "microbatch": 1, "trace": 1}, {"call": "backward", "microbatches": [1]}, *END]],
+        program=[
+            [FORWARD, {"call": "forward", "microbatch": 1, "trace": 1}, {"call": "backward", "microbatches": [1]}, *END]
+        ],
     ),
     case(
         "forward_without_gradients_between",
@@ -304,12 +419,28 @@ CASES = [
     ),
     case("forward_lost", program=[[{"call": "forward", "microbatch": 0}, *micro(1), *END]]),
     case("offload_activations", activation_offload={"modules": ["layers.*"], "min_bytes": 0}),
-    case("offload_activations_accumulate_bf16", mixed_precision=BF16, program=accumulation(), activation_offload={"modules": ["layers.*"], "min_bytes": 0}),
-    case("offload_activations_every_2", "gpt", activation_offload={"modules": ["blocks.*"], "every": 2, "min_bytes": 0}),
-    case("offload_activations_of_modules", "gpt", activation_offload={"modules": ["blocks.*.attention"], "min_bytes": 64}),
-    case("offload_activations_hsdp", ranks=4, mesh=HSDP, activation_offload={"modules": ["layers.0", "layers.1"], "min_bytes": 0}),
     case(
-        "offload_activations_beside_checkpoint", checkpoint=("layers.1",), strategy_checkpoint={"modules": ["layers.1"]},
+        "offload_activations_accumulate_bf16",
+        mixed_precision=BF16,
+        program=accumulation(),
+        activation_offload={"modules": ["layers.*"], "min_bytes": 0},
+    ),
+    case(
+        "offload_activations_every_2", "gpt", activation_offload={"modules": ["blocks.*"], "every": 2, "min_bytes": 0}
+    ),
+    case(
+        "offload_activations_of_modules", "gpt", activation_offload={"modules": ["blocks.*.attention"], "min_bytes": 64}
+    ),
+    case(
+        "offload_activations_hsdp",
+        ranks=4,
+        mesh=HSDP,
+        activation_offload={"modules": ["layers.0", "layers.1"], "min_bytes": 0},
+    ),
+    case(
+        "offload_activations_beside_checkpoint",
+        checkpoint=("layers.1",),
+        strategy_checkpoint={"modules": ["layers.1"]},
         activation_offload={"modules": ["layers.0", "layers.2"], "min_bytes": 0},
     ),
     checkpointed("checkpoint_inside", "layers.*.up"),
@@ -319,6 +450,16 @@ CASES = [
     case("checkpoint_call_outside", arguments={"recomputed": [0, 1, 2]}),
     case("user_unshard", program=[[setter("unshard", False, "layers.0"), FORWARD, BACKWARD, *END]]),
     case("user_unshard_async", program=[[setter("unshard", True, "layers.0"), FORWARD, BACKWARD, *END]]),
-    case("user_reshard", reshard_after_forward=False, program=[[FORWARD, setter("reshard", False, "layers.0"), BACKWARD, *END]]),
-    case("no_unshard_in_backward", model="gpt", arguments={"tied": False}, units=[{"modules": ["tokens"]}, {"modules": ["blocks.*"]}, {"modules": [""]}], setup=[{"method": "set_unshard_in_backward", "module": "tokens", "value": False}]),
+    case(
+        "user_reshard",
+        reshard_after_forward=False,
+        program=[[FORWARD, setter("reshard", False, "layers.0"), BACKWARD, *END]],
+    ),
+    case(
+        "no_unshard_in_backward",
+        model="gpt",
+        arguments={"tied": False},
+        units=[{"modules": ["tokens"]}, {"modules": ["blocks.*"]}, {"modules": [""]}],
+        setup=[{"method": "set_unshard_in_backward", "module": "tokens", "value": False}],
+    ),
 ]

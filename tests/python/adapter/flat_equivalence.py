@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training by an fsdp1 plan next to real FullyShardedDataParallel: the strategy document of a Case (equivalence.py) read by
-`shardplan plan` and by `with_fsdp1` below, which makes the wraps that the document stands for."""
+"""Training by an fsdp1 plan next to real FullyShardedDataParallel: the strategy document of a Case (equivalence.py)
+read by `shardplan plan` and by `with_fsdp1` below, which makes the wraps that the document stands for."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _options(case: Case, rule: dict, model: nn.Module, mesh) -> dict:
 def gradients_in_host_memory() -> Iterator[None]:
     """FSDP1 on the CPU with parameters offloaded does with gradients what it does on a GPU.
 
-    Behind a forward it shows the offloaded gradient of the last step again (_flat_param.py:2575), and takes one on its own
-    device for a gradient to add to (_flat_param.py:1635). On a GPU that one is never on its device, and is let go.
+    Behind a forward it shows the offloaded gradient of the last step again (_flat_param.py:2575), and takes one on its
+    own device for a gradient to add to (_flat_param.py:1635). On a GPU that one is never on its device, and is let go.
     """
     prepare = FlatParamHandle.prepare_gradient_for_backward
 
@@ -104,9 +104,9 @@ def gradients_in_host_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def copies_kept_while_they_are_read() -> Iterator[None]:
-    """Under NO_SHARD with offload the copy of a parameter on the device is what its modules compute with, in memory of the stream that copies.
-    FSDP1 drops it behind a forward and tells the allocator nothing of the stream that computes (`_use_sharded_flat_param`), so the next copy may be
-    written over it while it is read."""
+    """Under NO_SHARD with offload the copy of a parameter on the device is what its modules compute with, in memory of
+    the stream that copies. FSDP1 drops it behind a forward and tells the allocator nothing of the stream that computes
+    (`_use_sharded_flat_param`), so the next copy may be written over it while it is read."""
     original = FlatParamHandle._use_sharded_flat_param
 
     def recorded(handle: FlatParamHandle) -> None:
@@ -123,8 +123,8 @@ def copies_kept_while_they_are_read() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """What FSDP1 needs on the CPU to do what it does on a GPU; there it needs that its copies are kept."""
-    from shardplan.conformance.fsdp1_apply import runs_on_the_cpu
+    """Makes FSDP1 do on the CPU what it does on a GPU; on a GPU it keeps FSDP1's copies."""
+    from shardplan_conformance.fsdp1_apply import runs_on_the_cpu
 
     if DEVICE != "cpu":
         with copies_kept_while_they_are_read():
@@ -193,7 +193,8 @@ def give_optimizers(model: nn.Module) -> nn.Module:
 
 
 class FlatTrainer(Trainer):
-    """synchronizes: whether the loop waits for the device before the optimizer steps offloaded parameters, as FSDP1 needs it."""
+    """synchronizes: whether the loop waits for the device before the optimizer steps offloaded parameters, as FSDP1
+    needs it."""
 
     def __init__(self, case: Case, model: nn.Module, calls, clip, synchronizes: bool = False) -> None:
         super().__init__(case, model, calls)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random small models and settings of fsdp1: `python tests/python/adapter/flat_random.py --cases 300 [--seed N]` runs many next to real
-FullyShardedDataParallel and says how many agree; the test suite runs some. A case is made of its number alone.
+"""Random small models and settings of fsdp1: `python tests/python/adapter/flat_random.py --cases 300 [--seed N]` runs
+many next to real FullyShardedDataParallel and says how many agree; the test suite runs some. A case is made of its
+number alone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _units(draw: random.Random, shape: str, layers: int) -> list[dict]:
 
 
 def _program(draw: random.Random) -> dict:
-    """What a step does: `program` and, where a forward has no gradients, `groups`."""
+    """The calls of a step: `program` and, if a forward has no gradients, `groups`."""
     kind = draw.choice(["", "", "", "accumulate", "no_sync", "evaluate"])
     if kind == "accumulate":
         count = draw.randint(2, 3)
@@ -61,7 +62,9 @@ def make_case(seed: int) -> Case:
     shape = draw.choice(["layers", "layers", "nested", "some", "root"])
     original = draw.random() < 0.5
     arguments = random_arguments(draw, shape == "root" or not original, functools.partial(_freezable, shape, original))
-    fields: dict = {"use_orig_params": original, "steps": 3, "optimizer": draw.choice(["adamw", "sgd"]), **_program(draw)}
+    fields: dict = {
+        "use_orig_params": original, "steps": 3, "optimizer": draw.choice(["adamw", "sgd"]), **_program(draw),
+    }
     shardings = ["full_shard", "full_shard", "shard_grad_op", "no_shard"]
     if ranks == 4:
         shardings += ["hybrid_shard", "hybrid_shard_zero2"]

@@ -44,8 +44,14 @@ def case(name: str, model: str = "mlp", units=None, ranks: int = 2, arguments: d
     own = {key: fields.pop(key) for key in own_names if key in fields}
     if model == "mlp":
         own.setdefault("steps", FEW_STEPS)
-    strategy = {"policy": "fsdp1", "units": [{"modules": [BLOCKS[model]]}, {"modules": [""]}] if units is None else units}
-    for key in ("mesh", "mixed_precision", "cpu_offload", "ignored_parameters", "program", "strategy_checkpoint", "strategy_optimizer"):
+    strategy = {
+        "policy": "fsdp1",
+        "units": [{"modules": [BLOCKS[model]]}, {"modules": [""]}] if units is None else units,
+    }
+    for key in (
+        "mesh", "mixed_precision", "cpu_offload", "ignored_parameters", "program", "strategy_checkpoint",
+        "strategy_optimizer",
+    ):
         if key in fields:
             strategy[key.removeprefix("strategy_")] = fields.pop(key)
     return Case(name, model, arguments or {}, {**strategy, "fsdp1": fields}, ranks, **own)
@@ -79,7 +85,10 @@ _BOTH = [
     ("bf16_3", {"mixed_precision": BF16, "ranks": 3}),
     ("bf16_reduce", {"mixed_precision": {"param_dtype": "bfloat16"}}),
     ("reduce_bf16_only", {"mixed_precision": {"reduce_dtype": "bfloat16"}}),
-    ("keep_low", {"mixed_precision": {"param_dtype": "bfloat16", "keep_low_precision_grads": True}, "optimizer": "sgd"}),
+    (
+        "keep_low",
+        {"mixed_precision": {"param_dtype": "bfloat16", "keep_low_precision_grads": True}, "optimizer": "sgd"},
+    ),
     ("no_shard_bf16", {"mixed_precision": BF16, "sharding": "no_shard"}),
     ("zero2_bf16", {"mixed_precision": BF16, "sharding": "shard_grad_op"}),
     ("no_sync", {"program": no_sync()}),
@@ -108,8 +117,14 @@ _BOTH = [
     ("evaluate_full", {**evaluating(), "mixed_precision": BF16, "full_precision_in_eval": True}),
     ("evaluate_full_between", {**evaluating(before=False), "mixed_precision": BF16, "full_precision_in_eval": True}),
     ("evaluate_full_training", {**evaluating(training=True), "mixed_precision": BF16, "full_precision_in_eval": True}),
-    ("evaluate_full_zero2", {**evaluating(), "mixed_precision": BF16, "full_precision_in_eval": True, "sharding": "shard_grad_op"}),
-    ("evaluate_full_no_shard", {**evaluating(), "mixed_precision": BF16, "full_precision_in_eval": True, "sharding": "no_shard"}),
+    (
+        "evaluate_full_zero2",
+        {**evaluating(), "mixed_precision": BF16, "full_precision_in_eval": True, "sharding": "shard_grad_op"},
+    ),
+    (
+        "evaluate_full_no_shard",
+        {**evaluating(), "mixed_precision": BF16, "full_precision_in_eval": True, "sharding": "no_shard"},
+    ),
     ("clip_3", {"clip": 0.05, "ranks": 3, "arguments": {"layers": 1}}),
     ("gpt", {"model": "gpt"}),
 ]
@@ -120,7 +135,9 @@ CASES = [
 ]
 CASES += [
     case("optimizer_in_backward", strategy_optimizer=IN_BACKWARD, use_orig_params=True),
-    case("optimizer_in_backward_3", strategy_optimizer=IN_BACKWARD, use_orig_params=True, ranks=3, mixed_precision=BF16),
+    case(
+        "optimizer_in_backward_3", strategy_optimizer=IN_BACKWARD, use_orig_params=True, ranks=3, mixed_precision=BF16
+    ),
     case("optimizer_in_backward_offload", strategy_optimizer=IN_BACKWARD, use_orig_params=True, cpu_offload=True),
     case("frozen_stem", arguments={"frozen": ["stem", "layers.0"]}, use_orig_params=True),
     case("partly_frozen", arguments=PARTLY, use_orig_params=True),

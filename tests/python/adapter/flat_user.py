@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_flat_user.py: what a user does to a flat model between steps, next to real FSDP1."""
+"""Functions that run on the ranks in test_adapter_flat_user.py: what a user does to a flat model between steps, next to
+real FSDP1."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def changed_summoned(case: Case, plan: str) -> tuple[float, str]:
 
 
 def replaced_by_another_shape(case: Case, plan: str) -> list[str]:
-    """What both say. Both ranks hold a part of the parameter."""
+    """The messages of both. Both ranks hold a part of the parameter."""
     said = []
     for model in models_of(case, plan):
         train(case, model, 1)
@@ -151,8 +152,8 @@ def evaluation(case: Case, plan: str) -> dict[str, bool]:
 
 
 def evaluated_before_step(case: Case, plan: str) -> tuple[float, str]:
-    """A forward that is not in the plan, between the backward and the step: it sees the parameters of before the step, whether or not the
-    loop waits for the device."""
+    """A forward that is not in the plan, between the backward and the step: it sees the parameters of before the step,
+    whether or not the loop waits for the device."""
     import shardplan.torch as sp
 
     mesh = make_mesh(case)
@@ -175,7 +176,9 @@ def evaluated_before_step(case: Case, plan: str) -> tuple[float, str]:
 
 def parameters_shown(case: Case, plan: str) -> bool:
     """The same names, shapes and values as FSDP1 shows."""
-    shown = [{clean(name): p.detach().clone() for name, p in model.named_parameters()} for model in models_of(case, plan)]
+    shown = [
+        {clean(name): p.detach().clone() for name, p in model.named_parameters()} for model in models_of(case, plan)
+    ]
     return largest_difference(*shown)[0] == 0.0
 
 
@@ -199,7 +202,7 @@ def gradients_summoned(case: Case, plan: str) -> tuple[float, str]:
 
 
 def summoned_on_rank_0(case: Case, plan: str) -> tuple[float, str]:
-    """What each rank sees inside; training goes on undisturbed."""
+    """Parameters that each rank sees inside; training goes on undisturbed."""
     import shardplan.torch as sp
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -233,7 +236,8 @@ def summoned_on_the_host(case: Case, plan: str) -> tuple[float, str]:
 
 
 def deviating(case: Case, plan: str) -> tuple[float, str]:
-    """Other parts of the model run from some step on: it is finished without the plan, the next one is planned again."""
+    """Other parts of the model run from some step on: it is finished without the plan, the next one is planned
+    again."""
     import shardplan.torch as sp
 
     mesh = make_mesh(case)

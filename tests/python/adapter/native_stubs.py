@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stub of the C++ module, made of what pybind11 says of it: tools/python/_shardplan-stubs. `dev/update_stubs` writes it, a test compares."""
+"""The stub of the C++ module, made of what pybind11 says of it: tools/python/_shardplan-stubs. `dev/update_stubs`
+writes it, a test compares."""
 
 import pathlib
 import re
 import types
 
-from shardplan.torch._native import native
+from shardplan.torch._job.native import native
 
 STUB = pathlib.Path(__file__).resolve().parents[3] / "tools" / "python" / "_shardplan-stubs" / "__init__.pyi"
 _HEAD = '''"""The compiled half of shardplan.torch. Written by dev/update_stubs from the module itself."""
@@ -26,7 +27,8 @@ def _is_public(name: str) -> bool:
 
 def _types(signature: str) -> str:
     signature = signature.replace("_shardplan.", "")
-    signature = signature.replace(" | typing.SupportsIndex", "")  # what torch 2.15's pybind11 adds: one stub for every release
+    # torch 2.15's pybind11 adds this: one stub for every release.
+    signature = signature.replace(" | typing.SupportsIndex", "")
     return re.sub(r"\b(object|list|tuple)\b(?!\[|\()", lambda found: _OBJECT[found.group()], signature)
 
 

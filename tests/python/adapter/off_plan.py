@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user does that a plan does not have, under real FSDP2 (FSDP1) and by a plan, on the same ranks.
+"""Actions of a user that a plan does not have, under real FSDP2 (FSDP1) and by a plan, on the same ranks.
 
-`PYTHONPATH=tools/python .venv/bin/python tests/python/adapter/off_plan.py [NAME ...]` prints the table: what PyTorch does, what
-happens here with on_deviation="stop" and with "replan". Every case has to end as PyTorch does, bit for bit, or with a message
-that names the module or parameter and the way out.
+`PYTHONPATH=tools/python .venv/bin/python tests/python/adapter/off_plan.py [NAME ...]` prints the table: what PyTorch
+does, what happens here with on_deviation="stop" and with "replan". Every case has to end as PyTorch does, bit for bit,
+or with a message that names the module or parameter and the way out.
 
-A case is a function of a Side, which makes models of one kind (PyTorch's, or by a plan) and notes what is seen. It runs once
-for each kind; what was seen is compared. Both kinds have process groups of their own, and the ranks wait for each other after
-each run without a collective: one that hangs, dies or leaves the other rank behind ends the processes, and the cases that are
-left go on in new ones.
+A case is a function of a Side, which makes models of one kind (PyTorch's, or by a plan) and notes what is seen. It runs
+once for each kind; what was seen is compared. Both kinds have process groups of their own, and the ranks wait for each
+other after each run without a collective. A case that hangs, dies or leaves the other rank behind ends the processes,
+and the cases that are left go on in new ones.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ DEFAULT = fsdp2_case("plain")
 
 @dataclasses.dataclass(frozen=True)
 class OffPlan:
-    """stop, replan: what has to happen: EQUAL, a pattern of the message, or several of which one holds. tolerance: of "replan",
-    relative."""
+    """stop, replan: what has to happen: EQUAL, a pattern of the message, or several of which one holds. tolerance: of
+    "replan", relative."""
 
     name: str
     run: Callable[[Side], None]
@@ -80,7 +80,8 @@ def off_plan(**fields) -> Callable:
 
 
 class Side:
-    """A training of one kind. kind: "torch" for real FSDP2 or FSDP1, "stop" and "replan" for a plan with that on_deviation."""
+    """A training of one kind. kind: "torch" for real FSDP2 or FSDP1, "stop" and "replan" for a plan with that
+    on_deviation."""
 
     def __init__(self, kind: str, case: OffPlan, plan: str, folder: str) -> None:
         self.kind, self.case, self.plan = kind, case, plan
@@ -193,7 +194,7 @@ def _outcome(side: Side, ended: tuple[str, str], theirs: Side | None, tolerance:
 
 
 def _of_all_ranks(name: str, own: str) -> list[str]:
-    """What each rank says; empty when one does not come. Without a collective, which a rank may not reach."""
+    """The words of all ranks; empty when one does not come. Without a collective, which a rank may not reach."""
     store = dist.distributed_c10d._get_default_store()
     keys = [f"off_plan/{name}/{rank}" for rank in range(RANKS)]
     store.set(keys[dist.get_rank()], own)
@@ -228,7 +229,7 @@ def _run_kinds(case: OffPlan, kinds: list[str], plan: str, folder: str, note: Ca
 
 
 def run_cases(left: list[tuple[str, list[str]]], plans: dict[str, str], folder: str) -> None:
-    """Of cases by name: those kinds. Writes what each comes to, as soon as it is known."""
+    """Runs cases, by name, of those kinds. Writes the outcome of each as soon as it is known."""
     import off_plan_all  # noqa: F401, all cases
 
     path = pathlib.Path(folder, f"outcomes{dist.get_rank()}")
@@ -279,7 +280,9 @@ def _merged(of_ranks: list[dict]) -> dict:
         outcomes = [found[kind] for found in of_ranks if kind in found]
         if outcomes:
             left_behind = ["Connection closed" in o["message"] or not o["message"] for o in outcomes]
-            merged[kind] = min(zip(outcomes, left_behind), key=lambda o: (order.index(o[0]["what"]), o[1], not o[0].get("difference")))[0]
+            merged[kind] = min(
+                zip(outcomes, left_behind), key=lambda o: (order.index(o[0]["what"]), o[1], not o[0].get("difference"))
+            )[0]
             if len({o["what"] for o in outcomes}) > 1 and merged[kind]["what"] != "hangs":
                 merged[kind] = {**merged[kind], "ranks differ": True}
     return merged
@@ -327,7 +330,7 @@ def run_all(names: list[str], folder: pathlib.Path, build: pathlib.Path) -> dict
 
 
 def verdict(case: OffPlan, kind: str, outcome: dict, theirs: dict) -> str:
-    """What is wrong with it; "" when nothing is. theirs: PyTorch's outcome."""
+    """The fault of it; "" when there is none. theirs: PyTorch's outcome."""
     what, message = outcome["what"], outcome["message"]
     if what == "runs":
         if outcome["difference"]:
@@ -358,7 +361,13 @@ def _shown(outcome: dict | None) -> str:
     if outcome is None:
         return ""
     if outcome["what"] == "runs":
-        return "DIFFERS: " + outcome["difference"] if outcome.get("difference") else "equal" if "difference" in outcome else "runs"
+        return (
+            "DIFFERS: " + outcome["difference"]
+            if outcome.get("difference")
+            else "equal"
+            if "difference" in outcome
+            else "runs"
+        )
     return f"{outcome['what']}: {' '.join(outcome['message'].split())[:220]}"
 
 
@@ -384,8 +393,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = this.run_all(names, pathlib.Path(folder), build)
     print(this.table(results))
-    wrong = {name: found for name in names if (found := [k for k, v in this.verdicts(this.CASES[name], results[name]).items() if v])}
-    print(f"{len(names)} cases, {len(wrong)} wrong:\n" + "\n".join(f'    "{name}": {tuple(kinds)},' for name, kinds in wrong.items()))
+    wrong = {
+        name: found
+        for name in names
+        if (found := [k for k, v in this.verdicts(this.CASES[name], results[name]).items() if v])
+    }
+    print(
+        f"{len(names)} cases, {len(wrong)} wrong:\n"
+        + "\n".join(f'    "{name}": {tuple(kinds)},' for name, kinds in wrong.items())
+    )
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def tied_in_one_unit(side: Side) -> None:
 
 @off_plan(of=TIED)
 def tied_again_after_apply(side: Side) -> None:
-    """What transformers' tie_weights does: nothing changes."""
+    """transformers' tie_weights does this: nothing changes."""
     model = side.model()
     side.train(model, side.optimizer(model), 0)
     _tie(model)
@@ -124,7 +124,7 @@ def unit_unfrozen(side: Side) -> None:
 
 @off_plan(stop=names(r"layers\.1\.up\.weight"))
 def frozen_and_back(side: Side) -> None:
-    """What a GAN does with its other half."""
+    """A GAN does this with its other half."""
     model = side.model()
     optimizer = side.optimizer(model)
     for number in range(4):

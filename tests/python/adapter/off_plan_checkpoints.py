@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of off_plan.py: torch.distributed.checkpoint of model and optimizer, and checkpoints of one kind loaded by the other."""
+"""Cases of off_plan.py: torch.distributed.checkpoint of model and optimizer, and checkpoints of one kind loaded by the
+other."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def flat_orig_checkpoint_flattened(side: Side) -> None:
 
 
 def _from_rank_0(side: Side) -> None:
-    """What the first rank holds is for all. PyTorch's part is given it on every rank."""
+    """The first rank's state is for all. PyTorch's part is given it on every rank."""
     model = side.model()
     optimizer = _adamw(model)
     side.train(model, optimizer, 0, 1)

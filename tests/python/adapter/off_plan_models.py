@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of off_plan.py besides those of equivalence_models.py. `python off_plan_models.py CASES.pickle FOLDER` makes a plan for
-every case of both, and goes on where one cannot be made: that is an answer, too."""
+"""Models of off_plan.py besides those of equivalence_models.py. `python off_plan_models.py CASES.pickle FOLDER` makes a
+plan for every case of both, and goes on where one cannot be made: that is an answer, too."""
 
 from __future__ import annotations
 
@@ -70,9 +70,12 @@ class PackedLayer(Layer):
 
 
 class Packed(nn.Module):
-    """Blocks that hand each other something else than a tensor. widens: of float32, whatever they compute in. returns: the model does, too."""
+    """Blocks that hand each other something else than a tensor. widens: of float32, whatever they compute in. returns:
+    the model does, too."""
 
-    def __init__(self, kind: str, width: int = 10, hidden: int = 13, widens: bool = False, returns: bool = False) -> None:
+    def __init__(
+        self, kind: str, width: int = 10, hidden: int = 13, widens: bool = False, returns: bool = False
+    ) -> None:
         super().__init__()
         self.kind, self.widens, self.returns = kind, widens, returns
         self.stem = nn.Linear(7, width)

@@ -15,7 +15,7 @@ from shardplan.tracer.containers import tensors_in
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 DEVIATES = r"(found|expected|parameter|module) .*on_deviation=\"replan\""
 UNSEEN = r"unit layers\.\d: its backward is not seen to begin.*(use_reentrant=False|pytree)"
-# Where the installed PyTorch does not find the tensors: its own backward fails.
+# Containers in which the installed PyTorch does not find the tensors: its own backward fails.
 HIDDEN = [kind for kind, pack in PACK.items() if not tensors_in(pack(torch.ones(1)))]
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training wholly on demand, under every setting of the policy: each step leaves its plan with its first point, and no plan is made
-of it, so all gathers and reductions are the plan's procedures. Losses, gradients and parameters equal real FSDP2's, bit for bit.
+"""Training wholly on demand, under every setting of the policy: each step leaves its plan with its first point, and no
+plan is made of it, so all gathers and reductions are the plan's procedures. Losses, gradients and parameters equal real
+FSDP2's, bit for bit.
 
-`PYTHONPATH=tools/python .venv/bin/python tests/python/adapter/on_demand.py [NAME ...]` runs all settings, or those whose name has one
-of the words, and prints what differs.
+`PYTHONPATH=tools/python .venv/bin/python tests/python/adapter/on_demand.py [NAME ...]` runs all settings, or those
+whose name has one of the words, and prints what differs.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class LeavingTrainer(Trainer):
 
 def compare(case: Case, plan: str) -> tuple[float, str]:
     """On a rank."""
-    import shardplan.torch._kept_plans as adapter
+    import shardplan.torch._replay.kept_plans as adapter
     from shardplan.torch import PlanError
 
     mesh = make_mesh(case)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_optim_states.py: optimizer state dicts by FSDP1's names, next to real FSDP1 and to plain models."""
+"""Functions that run on the ranks in test_adapter_optim_states.py: optimizer state dicts by FSDP1's names, next to real
+FSDP1 and to plain models."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from torch.distributed.tensor import DTensor
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    return torch.optim.Adam(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1
+    )
 
 
 def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
@@ -153,10 +156,13 @@ def refused(case: Case, plan: str) -> dict[str, bool]:
     extra = {**whole, "state": {**whole["state"], "other": {}}}
     results = {
         "no dict": '"state"' in _said(lambda: sp.shard_full_optim_state_dict({}, ours, optim=optimizer)),
-        "missing": f"missing: {name}" in _said(lambda: sp.shard_full_optim_state_dict(without, ours, optim=optimizer, strict=True)),
-        "extra": "not in the optimizer: other" in _said(lambda: sp.shard_full_optim_state_dict(extra, ours, optim=optimizer, strict=True)),
+        "missing": f"missing: {name}"
+        in _said(lambda: sp.shard_full_optim_state_dict(without, ours, optim=optimizer, strict=True)),
+        "extra": "not in the optimizer: other"
+        in _said(lambda: sp.shard_full_optim_state_dict(extra, ours, optim=optimizer, strict=True)),
         "extra, lenient": _said(lambda: sp.shard_full_optim_state_dict(extra, ours, optim=optimizer)) == "",
-        "unknown name": "'other'" in _said(lambda: sp.rekey_optim_state_dict(extra, sp.OptimStateKeyType.PARAM_ID, make_model(case))),
+        "unknown name": "'other'"
+        in _said(lambda: sp.rekey_optim_state_dict(extra, sp.OptimStateKeyType.PARAM_ID, make_model(case))),
     }
     parameter = next(p for p in optimizer.state if p.numel() > 0)
     if dist.get_rank() == 1:

@@ -17,7 +17,10 @@ import subprocess
 import sys
 
 from adapter_workers import warm
-from equivalence import Case, Fsdp2Calls, PlanCalls, Trainer, compare_training, make_mesh, make_model, whole_parameters, with_fsdp2, with_plan
+from equivalence import (
+    Case, Fsdp2Calls, PlanCalls, Trainer, compare_training, make_mesh, make_model, whole_parameters, with_fsdp2,
+    with_plan,
+)
 from equivalence_models import BLOCKS, ROOT
 from equivalence_plans import cluster, trace
 
@@ -54,7 +57,7 @@ class Job:
         }
 
     def given(self) -> dict:
-        """What binds the search, by the names of --fix, is in it."""
+        """The given strategy has what binds the search, by the names of --fix."""
         strategy = self.usual()
         strategy["units"] = [*({"modules": [part]} for part in self.parts), *strategy["units"]]
         if self.checkpoint:
@@ -64,13 +67,19 @@ class Job:
         if self.levels:
             strategy["fsdp2"] = {"inner_reduce_ranks": self.levels}
             ((*passes, step, zero),) = strategy["program"]
-            setter = {"call": "module", "method": "set_requires_all_reduce", "module": self.waits, "recurse": not self.waits}
+            setter = {
+                "call": "module", "method": "set_requires_all_reduce", "module": self.waits, "recurse": not self.waits,
+            }
             first, last = ({**setter, "value": value} for value in (False, True))
             strategy["program"] = [[first, *passes[:-2], last, *passes[-2:], step, zero]]
         return strategy
 
     def fixed(self) -> list[str]:
-        return [*(["checkpoint"] if self.checkpoint else []), *(["reduction", "accumulation"] if self.levels else []), *(["units"] if self.waits or self.parts else [])]
+        return [
+            *(["checkpoint"] if self.checkpoint else []),
+            *(["reduction", "accumulation"] if self.levels else []),
+            *(["units"] if self.waits or self.parts else []),
+        ]
 
     def case(self, strategy: dict) -> Case:
         ranks = 1
@@ -85,17 +94,35 @@ JOBS = [
     # The user wraps nothing: sp.apply does.
     Job("gpt_recomputes", "gpt", flags=("--allow", "checkpoint")),
     Job("gpt_recomputes_blocks", "gpt", checkpoint={"modules": ["blocks.*"]}),
-    Job("gpt_recomputes_blocks_in_parts", "gpt", checkpoint={"modules": ["blocks.*"]}, parts=("blocks.*.attention.qkv", "blocks.*.up", "blocks.*.down")),
-    Job("gpt_keeps_products", "gpt", checkpoint={"modules": ["blocks.0", "blocks.1.attention", "blocks.2.attention"], "save": [{"name": "aten.addmm", "recompute_every": 2}]}),
+    Job(
+        "gpt_recomputes_blocks_in_parts",
+        "gpt",
+        checkpoint={"modules": ["blocks.*"]},
+        parts=("blocks.*.attention.qkv", "blocks.*.up", "blocks.*.down"),
+    ),
+    Job(
+        "gpt_keeps_products",
+        "gpt",
+        checkpoint={
+            "modules": ["blocks.0", "blocks.1.attention", "blocks.2.attention"],
+            "save": [{"name": "aten.addmm", "recompute_every": 2}],
+        },
+    ),
     Job("gpt_offloads_activations", "gpt", offload={"modules": ["blocks.0", "blocks.2"], "min_bytes": 0}),
     Job("mlp_accumulates", "mlp", microbatches=3, tolerance=1e-4),
     Job("mlp_accumulates_in_two_levels", "mlp", microbatches=3, mesh=(("shard", 4),), levels=2, tolerance=1e-4),
-    Job("mlp_accumulates_one_unit_in_two_levels", "mlp", microbatches=3, mesh=(("shard", 4),), levels=2, waits="layers.1", tolerance=1e-4),
+    Job(
+        "mlp_accumulates_one_unit_in_two_levels", "mlp", microbatches=3, mesh=(("shard", 4),), levels=2,
+        waits="layers.1", tolerance=1e-4,
+    ),
     Job("gpt_replicas", "gpt", mesh=HYBRID),
     Job("gpt_replicas_recompute", "gpt", mesh=HYBRID, flags=("--allow", "checkpoint")),
     Job("mlp_replicas_accumulate", "mlp", microbatches=3, mesh=HYBRID, tolerance=1e-4),
     # Keys' biases have gradients of nothing but rounding, which AdamW makes steps of: sums keep their order.
-    Job("gpt_replicas_accumulate_and_recompute_blocks", "gpt", microbatches=2, mesh=HYBRID, flags=("--fix", "accumulation"), checkpoint={"modules": ["blocks.*"]}),
+    Job(
+        "gpt_replicas_accumulate_and_recompute_blocks", "gpt", microbatches=2, mesh=HYBRID,
+        flags=("--fix", "accumulation"), checkpoint={"modules": ["blocks.*"]},
+    ),
 ]
 
 
@@ -115,7 +142,11 @@ def compare(case: Case, plan: str) -> tuple[float, str]:
     # The two programs name their calls apart; what the optimizer made is compared.
     distance, difference = compare_training(case, Stepped(ours), Stepped(theirs), whole_parameters)
     if distance <= case.tolerance and runs[0] != (2 if job.checkpoint else 1) * runs[1]:
-        return math.inf, f"the plan's model ran a module {runs[0]} times, and the other {runs[1]} times: once more for each is right"
+        return (
+            math.inf,
+            f"the plan's model ran a module {runs[0]} times, and the other {runs[1]} times: "
+            "once more for each is right",
+        )
     return distance, difference
 
 
@@ -147,9 +178,11 @@ def main(folder_name: str) -> None:
             document.write(trace(case), file)
         given.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", **job.given()}))
         flags = (*job.flags, *(("--fix", *job.fixed()) if job.fixed() else ()))
-        command = [pathlib.Path(os.environ["SHARDPLAN_BUILD"], "bin", "shardplan"), "optimize", trace_path, "--cluster", cluster(folder, case.ranks),
-                   "--strategy", given, "--policy", "fsdp2", "--memory-budget", job.budget, "-o", folder / f"{job.name}.plan.json",
-                   "--write-strategy", made, "--time-limit", "2min", "-q", *flags]
+        command = [
+            pathlib.Path(os.environ["SHARDPLAN_BUILD"], "bin", "shardplan"), "optimize", trace_path, "--cluster",
+            cluster(folder, case.ranks), "--strategy", given, "--policy", "fsdp2", "--memory-budget", job.budget, "-o",
+            folder / f"{job.name}.plan.json", "--write-strategy", made, "--time-limit", "2min", "-q", *flags,
+        ]
         done = subprocess.run([str(part) for part in command], text=True, capture_output=True)
         if done.returncode != 0:
             raise RuntimeError(f"{job.name}: shardplan optimize: exit code {done.returncode}\n{done.stderr}")
@@ -159,7 +192,9 @@ def make(folder: pathlib.Path, build_folder: pathlib.Path) -> tuple[list[Case], 
     """The cases with what was decided for each, and the paths of their plans."""
     here = pathlib.Path(__file__).resolve()
     paths = [str(here.parent), str(ROOT / "tools" / "python"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "SHARDPLAN_BUILD": str(build_folder)}
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "SHARDPLAN_BUILD": str(build_folder),
+    }
     done = warm.run([here, folder], env=environment)
     if done.returncode != 0:
         raise RuntimeError(f"making plans failed:\n{done.stdout}\n{done.stderr}")

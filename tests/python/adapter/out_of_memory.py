@@ -15,7 +15,7 @@ import torch.nn as nn
 from adapter_workers import run_on_ranks
 
 import shardplan.torch as sp
-from shardplan.torch._planning import make_plan
+from shardplan.torch._plans.planning import make_plan
 from shardplan.tracer import session
 
 WIDTH = 512
@@ -92,7 +92,9 @@ def trouble(plan: str) -> dict[str, dict[str, str]]:
 def _traced(folder: pathlib.Path) -> str:
     """A plan that has the model's operators."""
     trace = session.trace_module(Model(), (torch.randn(4, WIDTH),), {}, lambda y: y.square().mean(), session.Options())
-    strategy = {"schema": "shardplan.strategy/1", "policy": "fsdp2", "units": [{"modules": ["layers.*"]}, {"modules": [""]}]}
+    strategy = {
+        "schema": "shardplan.strategy/1", "policy": "fsdp2", "units": [{"modules": ["layers.*"]}, {"modules": [""]}],
+    }
     plan = folder / "plan.json"
     plan.write_text(make_plan("plan", trace, strategy, ["--ranks", "2", "--optimizer", "sgd"]))
     return str(plan)
@@ -112,7 +114,10 @@ def foreseen(rows: int) -> dict[str, int]:
         torch.cuda.synchronize()
         if number == 1:
             forecast = sp.forecast(model, (torch.empty(rows, WIDTH, device="meta"),), loss=lambda y: y.square().mean())
-    return {"forecast": forecast.allocated_bytes, "found": torch.cuda.max_memory_allocated(), "categories": forecast.at_peak}
+    return {
+        "forecast": forecast.allocated_bytes, "found": torch.cuda.max_memory_allocated(),
+        "categories": forecast.at_peak,
+    }
 
 
 def main() -> None:

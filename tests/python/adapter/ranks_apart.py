@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training where each rank calls other experts, which are modules: other gradients are made on each. Next to the same model in one process."""
+"""Training where each rank calls other experts, which are modules: other gradients are made on each. Next to the same
+model in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import shardplan.torch as sp
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from shardplan.torch._outline import outline
+from shardplan.torch._model.outline import outline
 
 WIDTH = 8
 
@@ -49,7 +50,8 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def error(model: nn.Module, alone: nn.Module, step: int, sets: list[list[int]]) -> float:
-    """The largest difference between the model's gradients and those of the same model in one process. One that nobody made is None, or zeros."""
+    """The largest difference between the model's gradients and those of the same model in one process. One that nobody
+    made is None, or zeros."""
     ranks = dist.get_world_size()
     alone.load_state_dict({name: p.full_tensor().detach() for name, p in model.named_parameters()})
     alone.zero_grad()
@@ -87,7 +89,7 @@ def auto(sets_of_step: list[list[list[int]]]) -> tuple[float, list[str]]:
 
 
 def stops(plan: str, sets_of_step: list[list[list[int]]]) -> list[str]:
-    """What each step raises under on_deviation="stop"; the first one ends it."""
+    """The error of each step under on_deviation="stop"; the first one ends it."""
     model = sp.apply(make(), plan)
     rank = dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -120,7 +122,13 @@ def outline_of(which: list[int]) -> dict:
     """The trace of a step that calls these experts alone: the model's outline without the gradients of the others."""
     model = make()
     trace = outline(model)
-    unused = {i for i, entry in enumerate(trace["parameters"]) if ".experts." in entry["fqn"] and int(entry["fqn"].split(".")[3]) not in which}
+    unused = {
+        i
+        for i, entry in enumerate(trace["parameters"])
+        if ".experts." in entry["fqn"] and int(entry["fqn"].split(".")[3]) not in which
+    }
     for backward in trace["backwards"]:
-        backward["events"] = [event for event in backward["events"] if event[0] != "param_grad" or event[1] not in unused]
+        backward["events"] = [
+            event for event in backward["events"] if event[0] != "param_grad" or event[1] not in unused
+        ]
     return trace

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_adapter_saved_states.py: checkpoints that one job writes and another loads."""
+"""Functions that run on the ranks in test_adapter_saved_states.py: checkpoints that one job writes and another
+loads."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from equivalence import Case, make_mesh, make_model
 from flat_user import loss
-from shardplan.torch import _save
+from shardplan.torch._checkpoints import save as saving
 from optim_states import _optimizer, _train, same
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 
@@ -28,18 +31,18 @@ def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
 @contextlib.contextmanager
 def _loses_elements(rank: int):
     """That rank's thread finds tensors shorter than they were said to be."""
-    whole = _save._held
+    whole = saving._held
 
     def shorter(name, value):
         tensor, box = whole(name, value)
         return tensor.flatten()[:-1] if tensor.dim() > 0 else tensor, box
 
     if dist.get_rank() == rank:
-        _save._held = shorter
+        saving._held = shorter
     try:
         yield
     finally:
-        _save._held = whole
+        saving._held = whole
 
 
 def _said(function, *arguments, **options) -> str:
@@ -67,15 +70,30 @@ def write(case: Case, plan: str, folder: str) -> dict[str, bool]:
     cost = saving.cost()
     if dist.get_rank() == 0:
         torch.save(whole, f"{folder}/whole.pt")
-    results = {"nothing beside": sorted(p.name for p in Path(folder).iterdir() if p.is_dir()) == ["later", "now"], "done": saving.done()}
-    results["cost"] = cost["bytes"] > 0 and 0 < cost["held_s"] and 0 < cost["saved_s"] and cost["steps"] <= 1 and cost["held_s_per_step"] == cost["held_s"]
-    results["there already"] = "now: it is there already, and nothing is overwritten" in _said(sp.save, f"{folder}/now", model, optimizer)
-    results["not there"] = "never: cannot open the file for reading: No such file or directory" in _said(sp.load, f"{folder}/never", model, optimizer)
+    results = {
+        "nothing beside": sorted(p.name for p in Path(folder).iterdir() if p.is_dir()) == ["later", "now"],
+        "done": saving.done(),
+    }
+    results["cost"] = (
+        cost["bytes"] > 0
+        and 0 < cost["held_s"]
+        and 0 < cost["saved_s"]
+        and cost["steps"] <= 1
+        and cost["held_s_per_step"] == cost["held_s"]
+    )
+    results["there already"] = "now: it is there already, and nothing is overwritten" in _said(
+        sp.save, f"{folder}/now", model, optimizer
+    )
+    results["not there"] = "never: cannot open the file for reading: No such file or directory" in _said(
+        sp.load, f"{folder}/never", model, optimizer
+    )
     results |= _failures(folder, model, optimizer)
     _train(case, model, optimizer, range(3, 4))
     results["training is undisturbed"] = same(_whole(model, optimizer), _whole(undisturbed, its_optimizer))
     apart = f"{folder}/of_rank_{dist.get_rank()}"
-    results["other folders"] = "the checkpoint that is to be written differs: " in _said(sp.save, apart, model, optimizer)
+    results["other folders"] = "the checkpoint that is to be written differs: " in _said(
+        sp.save, apart, model, optimizer
+    )
     dist.barrier()  # the first rank takes away what was begun
     results["no part of it"] = not list(Path(folder).glob(".*of_rank*"))
     plain, again = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.25, 0.5))
@@ -86,17 +104,22 @@ def write(case: Case, plan: str, folder: str) -> dict[str, bool]:
 
 
 def _failures(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bool]:
-    """A background save that one rank cannot write: all are told by wait, or by the next save, and the old checkpoint stays."""
+    """A background save that one rank cannot write: all are told by wait, or by the next save, and the old checkpoint
+    stays."""
     results = {}
     before = {path.name: path.stat().st_mtime_ns for path in Path(f"{folder}/now").iterdir()}
     with _loses_elements(1):
         saving = sp.save(f"{folder}/now", model, optimizer, asynchronous=True, replace=True)
         results["wait says it"] = "bytes is given as" in _said(saving.wait)
         sp.save(f"{folder}/new", model, optimizer, asynchronous=True)
-        results["the next save says it"] = "new: " in (said := _said(sp.save, f"{folder}/other", model, optimizer)) and "bytes is given as" in said
+        results["the next save says it"] = (
+            "new: " in (said := _said(sp.save, f"{folder}/other", model, optimizer)) and "bytes is given as" in said
+        )
     dist.barrier()  # the first rank takes away what was written
     results["nothing new"] = sorted(p.name for p in Path(folder).iterdir() if p.is_dir()) == ["later", "now"]
-    results["the old one stays"] = before == {path.name: path.stat().st_mtime_ns for path in Path(f"{folder}/now").iterdir()}
+    results["the old one stays"] = before == {
+        path.name: path.stat().st_mtime_ns for path in Path(f"{folder}/now").iterdir()
+    }
     return results
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What apply refuses before anything is communicated: a plan that does not verify, and ranks that are about to do different things."""
+"""Refusals of apply before anything is communicated: a plan that does not verify, and ranks that are about to do
+different things."""
 
 import copy
 import json
@@ -55,7 +56,9 @@ def test_edited_plans_are_refused_with_rule_place_and_way_out(plan, tmp_path):
     paths = [edited(plan, edit, tmp_path) for edit in EDITS]
     for said in returned(run_on_ranks(2, tmp_path / "ranks", scenarios.apply_plans, paths)):
         for edit, words in zip(EDITS, said):
-            assert "does not verify" in words and "/steps/" in words and "verify=False" in words, f"{edit.__name__}: {words}"
+            assert "does not verify" in words and "/steps/" in words and "verify=False" in words, (
+                f"{edit.__name__}: {words}"
+            )
         assert "grad_division" in said[-1]
 
 
@@ -67,7 +70,9 @@ def test_verify_false_applies_with_a_warning(plan, tmp_path):
 
 def test_a_plan_of_another_release_warns_once_and_names_both(plans, tmp_path):  # noqa: F811
     installed = installed_pytorch()
-    own, other = (plans.plan("default", 2, release) for release in (installed, "2.11" if installed != "2.11" else "2.15"))
+    own, other = (
+        plans.plan("default", 2, release) for release in (installed, "2.11" if installed != "2.11" else "2.15")
+    )
     for of_own, of_other in returned(run_on_ranks(2, tmp_path / "ranks", scenarios.apply_plans, [own, other])):
         assert of_own == "applied"
         assert of_other.count("warned") == 1 and "FSDP of PyTorch" in of_other, of_other

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters changed after a plan was applied: taken over as FSDP2 does, or refused by name. And plans whose buffers have
-addresses of their own."""
+"""Parameters changed after a plan was applied: taken over as FSDP2 does, or refused by name. And plans whose buffers
+have addresses of their own."""
 
 import adapter_changes
 import pytest
@@ -8,7 +8,9 @@ from adapter_workers import run_on_ranks
 from conftest import build_folder
 from equivalence_plans import make_plans
 
-NAMES = [change.__name__ for change in adapter_changes.CHANGES] + [f"arena {c.name}" for c in adapter_changes.IN_AN_ARENA]
+NAMES = [change.__name__ for change in adapter_changes.CHANGES] + [
+    f"arena {c.name}" for c in adapter_changes.IN_AN_ARENA
+]
 
 
 @pytest.fixture(scope="module")

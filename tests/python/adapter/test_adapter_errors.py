@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter says when plan, model, ranks or a rank's life are not as planned; and what works between steps."""
+"""Errors of the adapter when plan, model, ranks or a rank's life are not as planned; and actions that work between
+steps."""
 
 import os
 import pathlib

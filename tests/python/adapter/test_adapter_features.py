@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users do besides a plain loop, by a plan and by real FSDP2 on the same ranks: hooks on gradients, optimisers in the
-backward, collectives of their own, models from the meta device, whole parameters for a while, steps that leave the plan,
-checkpoints of model and optimiser."""
+"""Features besides a plain loop, by a plan and by real FSDP2 on the same ranks: hooks on gradients, optimisers in the
+backward, collectives of the user's, models from the meta device. Also whole parameters for a while, steps that leave
+the plan, checkpoints of model and optimiser."""
 
 import adapter_features
 import adapter_tensor_parallel
@@ -10,7 +10,9 @@ from adapter_workers import run_on_ranks
 from conftest import build_folder
 from equivalence_plans import make_plans
 
-NAMES = [feature.__name__ for feature in adapter_features.FEATURES] + ["shard_dims", "dropped_gradient", "optimizer_state"]
+NAMES = [feature.__name__ for feature in adapter_features.FEATURES] + [
+    "shard_dims", "dropped_gradient", "optimizer_state",
+]
 # Finished without the plan, a step sums the same numbers with other roundings.
 TOLERANCE = {"deviation_is_replanned": 1e-6}
 
@@ -36,5 +38,7 @@ def test_feature(outcomes, name):
 @pytest.mark.parametrize("case", adapter_tensor_parallel.CASES, ids=lambda case: case.name)
 def test_tensor_parallel_parameters(case, tmp_path):
     plan = adapter_tensor_parallel.make_plan(case, tmp_path / "plans", build_folder())
-    for rank, outcome in enumerate(run_on_ranks(case.ranks, tmp_path / "ranks", adapter_tensor_parallel.compare, case, plan)):
+    for rank, outcome in enumerate(
+        run_on_ranks(case.ranks, tmp_path / "ranks", adapter_tensor_parallel.compare, case, plan)
+    ):
         assert outcome == ("returned", (0.0, "")), f"rank {rank}: {outcome}"

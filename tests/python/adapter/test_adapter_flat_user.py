@@ -11,7 +11,9 @@ from flat_settings import BF16, IN_BACKWARD, case, evaluating, no_sync
 ORIGINAL = [case("full_orig", use_orig_params=True), case("no_shard_orig", use_orig_params=True, sharding="no_shard")]
 OFFLOADED = case("offloaded", cpu_offload=True)
 CASES = [*ORIGINAL, case("full"), case("gpt_tied", model="gpt")]
-RUNS = [(scenario, c) for scenario in ("changed_summoned", "state_dicts", "evaluation", "parameters_shown") for c in CASES]
+RUNS = [
+    (scenario, c) for scenario in ("changed_summoned", "state_dicts", "evaluation", "parameters_shown") for c in CASES
+]
 RUNS += [("replaced_data", c) for c in ORIGINAL] + [("replaced_parameter", c) for c in ORIGINAL]
 RUNS += [("gradients_summoned", c) for c in ORIGINAL]
 RUNS += [("replaced_by_another_shape", ORIGINAL[0])]

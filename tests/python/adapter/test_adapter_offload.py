@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations in host memory between forward and backward: what leaves, what comes back, and what autograd sees of it."""
+"""Activations in host memory between forward and backward: what leaves, what comes back, and what autograd sees of
+it."""
 
 import adapter_offload
 import pytest
@@ -8,7 +9,7 @@ import torch.nn as nn
 from adapter_workers import run_on_ranks
 from conftest import build_folder
 from equivalence_plans import make_plans
-from shardplan.torch._offload import Offloader
+from shardplan.torch._parameters.offload import Offloader
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,12 @@ def test_other_tensors_than_the_plan_has_stay_and_are_told_once():
     block = Block()
     expected = gradients(block, block.forward)
     moved = Moved(block, parts=[256, 100])
-    with pytest.warns(UserWarning, match=r"moves 2 tensors to the host; its forward has not saved 1 of them \(100 bytes\), and 2 others \(512 bytes\)"):
+    with pytest.warns(
+        UserWarning,
+        match=(
+            r"moves 2 tensors to the host; its forward has not saved 1 of them \(100 bytes\), and 2 others \(512 "
+            r"bytes\)"
+        ),
+    ):
         found = gradients(block, moved.forward, moved.out, moved.back)
     assert all(map(torch.equal, found, expected))

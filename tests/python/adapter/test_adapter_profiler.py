@@ -11,7 +11,7 @@ from adapter_workers import run_on_ranks
 from conftest import build_folder
 from equivalence_plans import make_plans
 
-# What FSDP2 records though it has nothing to do: a prefetch of what is gathered. A plan has no instruction there.
+# Ranges of FSDP2 in which it has nothing to do: a prefetch of a gathered unit. A plan has no instruction there.
 ONLY_FSDP2 = {"keeps": {"FSDP::backward_prefetch for layers.0"}}
 
 
@@ -22,7 +22,9 @@ def plans(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(plans, tmp_path_factory):
-    return run_on_ranks(2, tmp_path_factory.mktemp("profiled") / "ranks", adapter_profiler.ranges_of_all, adapter_profiler.CASES, plans)
+    return run_on_ranks(
+        2, tmp_path_factory.mktemp("profiled") / "ranks", adapter_profiler.ranges_of_all, adapter_profiler.CASES, plans
+    )
 
 
 @pytest.mark.parametrize("name", [of.name for of in adapter_profiler.CASES])
@@ -37,13 +39,21 @@ def test_the_ranges_are_those_of_fsdp2(outcomes, name):
 
 @pytest.mark.parametrize("name", [of.name for of in adapter_profiler.CASES])
 def test_every_instruction_of_the_step_has_a_range(outcomes, plans, name):
-    """But for compute, behind which the model runs. What ends a step (zero_grad) is passed with the next forward: there it is that of the step before."""
+    """But for compute, behind which the model runs. The end of a step (zero_grad) is passed with the next forward: the
+    range is of the step before."""
     document = json.loads(pathlib.Path(plans[name]).read_text())
     step = document["steps"][document.get("steady_step", 0)]
-    planned = collections.Counter(one["kind"] for trigger in step["triggers"] for one in trigger.get("instructions", []) if one["kind"] != "compute")
+    planned = collections.Counter(
+        one["kind"]
+        for trigger in step["triggers"]
+        for one in trigger.get("instructions", [])
+        if one["kind"] != "compute"
+    )
     for rank, outcome in enumerate(outcomes):
         single = outcome[1][name][2]
-        assert collections.Counter(text.removeprefix("shardplan::").split(" ")[0] for text in single) == planned, f"rank {rank}"
+        assert collections.Counter(text.removeprefix("shardplan::").split(" ")[0] for text in single) == planned, (
+            f"rank {rank}"
+        )
         assert "shardplan::all_gather (root)" in single, f"rank {rank}"
 
 

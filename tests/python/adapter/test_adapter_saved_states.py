@@ -33,7 +33,10 @@ def test_another_job_finds_what_was_saved(written, loaded, plans, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(build_folder() / "bin"), prepend=":")
         for function, of_case in ((saved_states.write, writer), (saved_states.read, reader)):
-            outcomes = run_on_ranks(of_case.ranks, tmp_path / function.__name__, function, of_case, plans[of_case.name], str(tmp_path / "saved"))
+            outcomes = run_on_ranks(
+                of_case.ranks, tmp_path / function.__name__, function, of_case, plans[of_case.name],
+                str(tmp_path / "saved"),
+            )
             for rank, outcome in enumerate(outcomes):
                 assert outcome is not None and outcome[0] == "returned", f"rank {rank}: {outcome}"
                 assert all(outcome[1].values()), f"rank {rank}: {outcome[1]}"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sp.auto and sp.unit: a script for FSDP2 ported line by line trains as FSDP2 does, bit for bit, under every setting."""
+"""sp.auto and sp.unit: a script for FSDP2 ported line by line trains as FSDP2 does, bit for bit, under every
+setting."""
 
 import auto_equivalence
 import pytest

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sp.auto besides a plain port: arguments of fully_shard, plans that are kept, the search, setters that make plans, errors; and the page that says what to
-write in place of each argument and method has all of them."""
+"""sp.auto besides a plain port: arguments of fully_shard, plans that are kept, the search, setters that make plans,
+errors. The page that says what to write in place of each argument and method has all of them."""
 
 import inspect
 import re
@@ -19,8 +19,12 @@ def outcomes(tmp_path_factory):
         results = [{} for _ in range(2)]
         left = auto_features.NAMES
         while left:
-            for rank, outcome in enumerate(run_on_ranks(2, folder / f"ranks{len(left)}", auto_features.run, left, str(folder))):
-                results[rank].update(outcome[1] if outcome and outcome[0] == "returned" else {left[0]: f"died: {outcome}"})
+            for rank, outcome in enumerate(
+                run_on_ranks(2, folder / f"ranks{len(left)}", auto_features.run, left, str(folder))
+            ):
+                results[rank].update(
+                    outcome[1] if outcome and outcome[0] == "returned" else {left[0]: f"died: {outcome}"}
+                )
             left = [name for name in left if not all(name in result for result in results)]
         return results
 
@@ -44,9 +48,11 @@ def section(title: str) -> set[str]:
 
 
 def public(kind: type) -> set[str]:
-    return {name for name, value in vars(kind).items() if not name.startswith("_") and callable(getattr(value, "__func__", value))} | {
-        name for name, value in vars(kind).items() if isinstance(value, property) and not name.startswith("_")
-    }
+    return {
+        name
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and callable(getattr(value, "__func__", value))
+    } | {name for name, value in vars(kind).items() if isinstance(value, property) and not name.startswith("_")}
 
 
 def test_the_page_has_every_argument_and_method():
@@ -55,7 +61,9 @@ def test_the_page_has_every_argument_and_method():
         wanted = set(inspect.signature(function).parameters) - {"self"}
         assert wanted <= section(title), wanted - section(title)
     assert public(FSDPModule) == section("FSDPModule's methods")
-    assert public(FullyShardedDataParallel) <= section("FullyShardedDataParallel"), public(FullyShardedDataParallel) - section("FullyShardedDataParallel")
+    assert public(FullyShardedDataParallel) <= section("FullyShardedDataParallel"), public(
+        FullyShardedDataParallel
+    ) - section("FullyShardedDataParallel")
 
 
 def test_the_tests_that_the_page_names_are_there():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strings that are choices: what the annotations say is what is accepted, of every public function of shardplan.torch."""
+"""Strings that are choices: what the annotations say is what is accepted, of every public function of
+shardplan.torch."""
 
 import inspect
 import typing
@@ -7,7 +8,7 @@ import typing
 import pytest
 import shardplan.torch as sp
 import torch.nn as nn
-from shardplan.torch import _choices
+from shardplan.torch._job import arguments
 
 # Parameters whose strings are free: paths, names, sizes, patterns, and words of the command line.
 FREE = {"kwargs", "budget", "cluster", "folder", "method_name", "optimizer", "path", "plan", "plans", "units"}
@@ -24,14 +25,14 @@ def parameters() -> list[tuple[str, str, object]]:
     """(function, parameter, its type) of the public functions."""
     functions = [(name, getattr(sp, name)) for name in sp.__all__]
     return [(name, parameter, hint) for name, function in functions if inspect.isfunction(function)
-            for parameter, hint in typing.get_type_hints(inspect.unwrap(function)).items() if parameter != "return"]  # fmt: skip
+            for parameter, hint in typing.get_type_hints(inspect.unwrap(function)).items() if parameter != "return"]
 
 
 CHOICES = {(name, parameter): hint for name, parameter, hint in parameters() if literals(hint)}
 
 
 def call(name: str, parameter: str, value: str) -> None:
-    """Of a model without process groups: any value that is a choice fails later, for want of them."""
+    """Calls the function without process groups: any value that is a choice fails later, for want of them."""
     model = nn.Linear(2, 2)
     if name == "apply":
         sp.apply(model, "no such plan.json", **{parameter: value})
@@ -45,7 +46,7 @@ def call(name: str, parameter: str, value: str) -> None:
 
 
 def test_every_kind_of_choice_is_a_parameters():
-    kinds = {kind for kind in vars(_choices).values() if typing.get_origin(kind) is typing.Literal}
+    kinds = {kind for kind in vars(arguments).values() if typing.get_origin(kind) is typing.Literal}
     assert {tuple(literals(hint)) for hint in CHOICES.values()} == {typing.get_args(kind) for kind in kinds}
 
 
@@ -53,7 +54,9 @@ def test_other_strings_are_free():
     def takes_strings(hint: object) -> bool:
         return hint is str or any(takes_strings(inner) for inner in typing.get_args(hint))
 
-    found = {parameter for name, parameter, hint in parameters() if takes_strings(hint) and (name, parameter) not in CHOICES}
+    found = {
+        parameter for name, parameter, hint in parameters() if takes_strings(hint) and (name, parameter) not in CHOICES
+    }
     assert found == FREE
 
 

@@ -50,7 +50,10 @@ def test_ties_across_units_are_refused_as_fsdp2_refuses_them(case, tmp_path):
     with pytest.raises(RuntimeError, match="the parameter [a-z0-9.]+ is shared by modules of two units"):
         make_plans([case], tmp_path / "plans", build_folder())
     for outcome in run_on_ranks(case.ranks, tmp_path / "ranks", said_by_fsdp2, case):
-        assert outcome[0] == "returned" and "is shared with a parameter already managed by another FSDP group" in outcome[1], outcome
+        assert (
+            outcome[0] == "returned"
+            and "is shared with a parameter already managed by another FSDP group" in outcome[1]
+        ), outcome
 
 
 SEEDS = range(6)  # more: tools/nightly --only adapter

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the installed FSDP2 reads of parameters, modules and calls is in an outline and in a trace, or there is a reason why not.
+"""An outline and a trace have all that the installed FSDP2 reads of parameters, modules and calls, or there is a reason
+why not.
 
-The lists come from its source: every attribute that it asks a parameter or a module for. A release that reads another one fails here."""
+The lists come from its source: every attribute that it asks a parameter or a module for. A release that reads another
+one fails here."""
 
 import ast
 import dataclasses
@@ -16,13 +18,16 @@ from conftest import ROOT, installed_pytorch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardplan.torch._outline import outline
-from shardplan.torch._units import Arguments
+from shardplan.torch._model.outline import outline
+from shardplan.torch._model.units import Arguments
 
 pytestmark = pytest.mark.skipif(installed_pytorch() != "2.15", reason="the lists are of 2.15")
 
-# What its variables and members call them.
-PARAMETERS = {"param", "p", "parameter", "new_param", "orig_param", "sharded_param", "unsharded_param", "_unsharded_param", "_sharded_post_forward_param", "padded_sharded_param"}
+# Names of its variables and members.
+PARAMETERS = {
+    "param", "p", "parameter", "new_param", "orig_param", "sharded_param", "unsharded_param", "_unsharded_param",
+    "_sharded_post_forward_param", "padded_sharded_param",
+}
 MODULES = {"module", "m", "submodule", "root_module", "arg_module", "managed_module", "shared_module"}
 
 # Attribute of a parameter -> the fields of its entry that say it, or a reason in words.
@@ -51,11 +56,12 @@ OF_PARAMETERS = {
     "_post_accumulate_grad_hooks": "registered behind auto; the runtime asks the parameter itself (HasGradHooks)",
     "_fsdp_orig_uid": "a number of FSDP2's own",
 }
-# Of FSDPParam, which are variables of the same names; derived from what is above.
+# Members of FSDPParam that are variables of the same names, derived from those above.
 OF_FSDP_PARAM = {
-    "_unsharded_param", "may_reduce_grad_outside_dp", "orig_dtype", "padded_sharded_param_size", "param_dtype", "reduce_dtype", "sharded_param",
-    "sharded_size", "unsharded_grad_data", "unsharded_grad_dtype", "unsharded_param", "unsharded_zero_grad_data",
-}  # fmt: skip
+    "_unsharded_param", "may_reduce_grad_outside_dp", "orig_dtype", "padded_sharded_param_size", "param_dtype",
+    "reduce_dtype", "sharded_param", "sharded_size", "unsharded_grad_data", "unsharded_grad_dtype", "unsharded_param",
+    "unsharded_zero_grad_data",
+}
 OF_MODULES = {
     "children": "modules",
     "named_modules": "modules",
@@ -87,7 +93,11 @@ def reads(names: set[str]) -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _called(node.value) in names:
                 found.add(node.attr)
-            asks = isinstance(node, ast.Call) and _called(node.func) in ("getattr", "hasattr") and isinstance(node.args[1], ast.Constant)
+            asks = (
+                isinstance(node, ast.Call)
+                and _called(node.func) in ("getattr", "hasattr")
+                and isinstance(node.args[1], ast.Constant)
+            )
             if asks and _called(node.args[0]) in names:
                 found.add(node.args[1].value)
     return found
@@ -99,13 +109,16 @@ def test_every_attribute_that_fsdp2_reads_is_known():
 
 
 def test_every_argument_of_fully_shard_is_one_of_unit():
-    assert set(inspect.signature(fully_shard).parameters) - {"module"} == {field.name for field in dataclasses.fields(Arguments)}
-    policy = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "param_dtype_override_fn"}  # _units.Strategy._mixed_precision
+    assert set(inspect.signature(fully_shard).parameters) - {"module"} == {
+        field.name for field in dataclasses.fields(Arguments)
+    }
+    # Strategy._mixed_precision of _model/units.py writes it.
+    policy = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "param_dtype_override_fn"}
     assert {field.name for field in dataclasses.fields(MixedPrecisionPolicy)} == policy
 
 
 def test_every_method_of_fsdp2_modules_is_there():
-    from shardplan.torch._fsdp_module import _Methods
+    from shardplan.torch._calls.fsdp_module import _Methods
 
     theirs = {name for name in vars(FSDPModule) if not name.startswith("_")}
     assert theirs <= {name for name in dir(_Methods)}
@@ -159,7 +172,7 @@ for how, before, after in zip(("outline", "trace"), entries(changed("")), entrie
 
 
 def entries(model: nn.Module) -> tuple[list[dict], list[dict]]:
-    """Of the model's parameters, in its outline and in its trace."""
+    """Entries of the model's parameters, in its outline and in its trace."""
     from shardplan.tracer import session
 
     said = outline(model)["parameters"]

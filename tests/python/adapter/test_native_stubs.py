@@ -6,7 +6,7 @@ import inspect
 
 import native_stubs
 from conftest import ROOT
-from shardplan.torch._native import native
+from shardplan.torch._job.native import native
 
 
 def test_the_stub_is_what_the_module_says():
@@ -19,7 +19,9 @@ def test_every_public_name_is_in_it():
     names = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            names[node.name] = {member.name for member in node.body if isinstance(member, ast.FunctionDef)} - {"__init__"}
+            names[node.name] = {member.name for member in node.body if isinstance(member, ast.FunctionDef)} - {
+                "__init__"
+            }
         elif isinstance(node, ast.FunctionDef):
             names[node.name] = {argument.arg for argument in node.args.args}
         elif isinstance(node, ast.AnnAssign):

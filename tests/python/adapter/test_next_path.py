@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from shardplan.torch._next_path import NextPath
+from shardplan.torch._replay.ways import NextPath
 
 
 def wrong(ways: list[str], signatures: list[str]) -> list[int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user does that a plan does not have ends as under real FSDP2 or FSDP1, bit for bit, or with a message that names the way out
-(off_plan.py prints the table). SHARDPLAN_OFF_PLAN=all runs every case (dev/off_plan), SHARDPLAN_OFF_PLAN=40+10 ten of them from the 41st on
-(tools/nightly); else one or two of each kind."""
+"""Actions of a user that a plan does not have end as under real FSDP2 or FSDP1, bit for bit, or with a message that
+names the way out (off_plan.py prints the table). SHARDPLAN_OFF_PLAN=all runs every case (dev/off_plan),
+SHARDPLAN_OFF_PLAN=40+10 ten of them from the 41st on (tools/nightly); else one or two of each kind."""
 
 import os
 

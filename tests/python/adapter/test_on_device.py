@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training by a plan next to real FSDP on the device in software: streams, NCCL and autograd's device threads as on a GPU.
-`tools/nightly --only adapter` runs many more cases."""
+"""Training by a plan next to real FSDP on the device in software: streams, NCCL and autograd's device threads as on a
+GPU. `tools/nightly --only adapter` runs many more cases."""
 
 import json
 import sys
@@ -9,7 +9,12 @@ import pytest
 from conftest import ROOT, build_folder, on_device
 
 # An accumulating case with parameters in host memory; one with an evaluation before the optimizer's step; one of FSDP2.
-CASES = [("flat_random.py", "44", "lazy:1"), ("equivalence_random.py", "0", "lazy:1"), ("flat_random.py", "4", "inline"), ("equivalence_random.py", "8", "inline")]
+CASES = [
+    ("flat_random.py", "44", "lazy:1"),
+    ("equivalence_random.py", "0", "lazy:1"),
+    ("flat_random.py", "4", "inline"),
+    ("equivalence_random.py", "8", "inline"),
+]
 
 
 @pytest.mark.parametrize(("series", "seed", "mode"), CASES)
@@ -44,10 +49,14 @@ def test_memory_that_is_short_is_told_beside_the_plan_and_the_step_given_up(plan
         }[plan]
         assert "CUDA out of memory" in instruction["error"] and where in instruction["error"]
         assert f"rank {rank} is out of memory, {where}" in instruction["report"]
-        assert f"rank {rank} is out of memory, before step 1, post_forward layers.0: 134217728 bytes" in operator["report"]
+        assert (
+            f"rank {rank} is out of memory, before step 1, post_forward layers.0: 134217728 bytes" in operator["report"]
+        )
         for report in (instruction["report"], operator["report"]):
             assert report.count("is out of memory") == 1
-            planned, found = (float(value) for value in report.split("peak of allocated")[1].replace("GiB", "").split()[:2])
+            planned, found = (
+                float(value) for value in report.split("peak of allocated")[1].replace("GiB", "").split()[:2]
+            )
             assert 0.03 < planned < 0.1 < found < 0.25
             assert ("without operators" in report) == (plan == "auto")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of `shardplan optimize` train with the numbers of FSDP2 as it is by default: bit for bit on two ranks and on two
-replicas of two, but for gradients of micro-batches that are added before they are reduced (docs/reference/optimize.md)."""
+"""Plans of `shardplan optimize` train with the numbers of FSDP2's defaults, bit for bit on two ranks and on two
+replicas of two. Gradients of micro-batches that are added before they are reduced differ
+(docs/reference/optimize.md)."""
 
 import pytest
 from conftest import build_folder

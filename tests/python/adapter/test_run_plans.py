@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`shardplan run` replays what `shardplan plan` makes of a traced model, under both policies: real memory and collectives on
-two CPU ranks, and the adversarial order of the virtual machine."""
+"""`shardplan run` replays what `shardplan plan` makes of a traced model, under both policies: real memory and
+collectives on two CPU ranks, and the adversarial order of the virtual machine."""
 
 import pytest
 from conftest import build_folder
@@ -9,7 +9,10 @@ from equivalence_plans import make_plans
 from equivalence_settings import CASES as FSDP2_CASES
 from flat_settings import CASES as FSDP1_CASES
 
-FSDP2 = ["default", "bf16", "accumulate_without_communication", "keep_after_forward", "offload_activations", "offload_activations_every_2"]
+FSDP2 = [
+    "default", "bf16", "accumulate_without_communication", "keep_after_forward", "offload_activations",
+    "offload_activations_every_2",
+]
 FSDP1 = ["default", "default_orig", "zero2_bf16", "no_shard_bf16", "no_sync_bf16", "frozen", "hybrid_orig"]
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardplan.torch._store import job_store
+from shardplan.torch._job.store import job_store
 
 
 def _rank(port: int, rank: int, ranks: int, delay_s: float, results) -> None:
@@ -20,7 +20,8 @@ def _rank(port: int, rank: int, ranks: int, delay_s: float, results) -> None:
     own = job_store(60.0)
     there = own.check([f"seen/{rank}"])
     own.set(f"seen/{rank}", "")
-    own.wait([f"seen/{other}" for other in range(ranks)], datetime.timedelta(seconds=60))  # all of them are in one part, too
+    # All of them are in one part, too.
+    own.wait([f"seen/{other}" for other in range(ranks)], datetime.timedelta(seconds=60))
     results.put((rank, there))
     own.add("done", 1)
     while rank == 0 and own.add("done", 0) < ranks:
@@ -34,7 +35,9 @@ def test_ranks_that_are_started_again_share_a_part_that_is_new(first):
     for _attempt in range(3):
         results = context.Queue()
         late = [rank == 0 if first == "rank 0 last" else rank != 0 for rank in range(3)]
-        ranks = [context.Process(target=_rank, args=(server.port, rank, 3, 0.5 * late[rank], results)) for rank in range(3)]
+        ranks = [
+            context.Process(target=_rank, args=(server.port, rank, 3, 0.5 * late[rank], results)) for rank in range(3)
+        ]
         for process in ranks:
             process.start()
         found = sorted(results.get(timeout=120) for _ in ranks)

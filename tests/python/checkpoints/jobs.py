@@ -3,7 +3,8 @@
 
     jobs.py RANK RANKS STORE (save|load) FOLDER (fsdp1|fsdp2)=NAME...
 
-STORE is a file where the ranks meet. Each job trains a model of its own and saves it to FOLDER/NAME; or loads FOLDER/NAME, and saves what it has then to FOLDER/NAME_again.
+STORE is a file where the ranks meet. Each job trains a model of its own and saves it to FOLDER/NAME; or loads
+FOLDER/NAME, and saves what it has then to FOLDER/NAME_again.
 """
 
 import os
@@ -17,7 +18,9 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from states import load_distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
@@ -34,7 +37,9 @@ def make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(len(kind))
     model = nn.Sequential(nn.Linear(7, 5), Block(), Block(), nn.Linear(5, 8))
     if kind == "fsdp1":
-        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
+        )
     else:
         for block in (model[1], model[2], model):
             fully_shard(block)
@@ -54,10 +59,15 @@ def load_fsdp1(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
     """From the whole state, which every rank reads."""
     state = load_distributed(folder, folder.with_name(f"{folder.name}.{dist.get_rank()}.pt"))
     config = FullStateDictConfig(), FullOptimStateDictConfig()
-    with warnings.catch_warnings(), FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *config):
+    with (
+        warnings.catch_warnings(),
+        FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *config),
+    ):
         warnings.simplefilter("ignore")
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
+        optimizer.load_state_dict(
+            FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state["optimizer"])
+        )
 
 
 def run(action: str, kind: str, folder: pathlib.Path) -> None:

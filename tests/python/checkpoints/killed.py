@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rewrite that is killed at random moments goes on where it was, and ends with the state that it began with.
 
-    PYTHONPATH=tests/python/checkpoints .venv/bin/python tests/python/checkpoints/killed.py [--kills 20] [--seed 1] [--megabytes 64] [--rounds 1]
+    PYTHONPATH=tests/python/checkpoints .venv/bin/python tests/python/checkpoints/killed.py
+        [--kills 20] [--seed 1] [--megabytes 64] [--rounds 1]
 """
 
 import argparse
@@ -30,7 +31,7 @@ def large_state(megabytes: int) -> dict:
 
 
 def run(command: list[str], seconds: float | None, when: Callable[[], bool] = lambda: True) -> str | None:
-    """What it said. None: it was killed with all its threads, so many seconds after `when` came true."""
+    """The command's output. None: it was killed with all its threads, so many seconds after `when` came true."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not when() and process.poll() is None:
         time.sleep(0.001)
@@ -50,7 +51,7 @@ def went_on(said: str) -> bool:
 
 
 def lines_noted(partial: pathlib.Path) -> int:
-    """Of what is written, for a run that goes on. The first says of which run."""
+    """Lines that note what is written, for a run that goes on. The first says of which run."""
     try:
         return (partial / JOURNAL).read_bytes().count(b"\n")
     except OSError:
@@ -58,13 +59,17 @@ def lines_noted(partial: pathlib.Path) -> int:
 
 
 def kill_and_go_on(folder: pathlib.Path, kills: int, seed: int, megabytes: int) -> dict:
-    """Counts: kills that hit a run, runs that ended with bytes of one that was killed. The last kill comes when some of it is written."""
+    """Counts: kills that hit a run, runs that ended with bytes of one that was killed. The last kill comes when some of
+    it is written."""
     r = random.Random(seed)
     before = large_state(megabytes)
     save_distributed(before, folder / "a")
     build = pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build" / "dev")).resolve()
     target = folder / "b"
-    command = [str(build / "bin" / "shardplan"), "reshard-checkpoint", str(folder / "a"), str(target), "--layout", "flat", "--world-size", "3", "-q", "--budget", "64KiB"]
+    command = [
+        str(build / "bin" / "shardplan"), "reshard-checkpoint", str(folder / "a"), str(target), "--layout", "flat",
+        "--world-size", "3", "-q", "--budget", "64KiB",
+    ]
     begin = time.monotonic()
     run(command, None)
     whole_run = time.monotonic() - begin
@@ -75,7 +80,11 @@ def kill_and_go_on(folder: pathlib.Path, kills: int, seed: int, megabytes: int) 
     while counts["killed"] < kills:
         last = counts["killed"] == kills - 1
         before_run = max(1, lines_noted(partial))
-        said = run(command, 0, lambda least=before_run: lines_noted(partial) > least) if last else run(command, r.uniform(0, whole_run))
+        said = (
+            run(command, 0, lambda least=before_run: lines_noted(partial) > least)
+            if last
+            else run(command, r.uniform(0, whole_run))
+        )
         if said is not None:
             counts["resumed"] += went_on(said)
             shutil.rmtree(target)
@@ -115,7 +124,10 @@ def main() -> int:
         print(f"seed {seed}: {counts}", flush=True)
         resumed += counts["resumed"]
     if resumed == 0:
-        sys.exit(f"no run went on from one that was killed: {options.megabytes} MB; give more --megabytes, --kills or --rounds")
+        sys.exit(
+            f"no run went on from one that was killed: {options.megabytes} MB; give more --megabytes, --kills or "
+            "--rounds"
+        )
     return 0
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that save in the background again and again, in place of the last checkpoint, killed at random moments: what is there is whole, and of one
-step. `killed_saves.py [--kills 10] [--seed 1]`; run by tools/nightly."""
+"""Jobs that save in the background again and again, in place of the last checkpoint, killed at random moments: what is
+there is whole, and of one step. `killed_saves.py [--kills 10] [--seed 1]`; run by tools/nightly."""
 
 from __future__ import annotations
 
@@ -57,20 +57,37 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         last = pathlib.Path(scratch, "last")
         for number in range(args.kills):
-            process = subprocess.Popen([sys.executable, __file__, "--job", str(last), "--first", str(number * OF_A_JOB)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--job", str(last), "--first", str(number * OF_A_JOB)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
             for _ in range(3):
                 process.stdout.readline()
             time.sleep(chance.random() * 0.5)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             whole = pathlib.Path(scratch, f"{number}.pt")
-            subprocess.run([program, "reshard-checkpoint", last, whole, "--format", "torch_save", "-q"], check=True, stdout=subprocess.DEVNULL)
-            values = {float(value) for tensor in torch.load(whole, weights_only=True)["model"].values() for value in tensor.unique()}
+            subprocess.run(
+                [program, "reshard-checkpoint", last, whole, "--format", "torch_save", "-q"],
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+            values = {
+                float(value)
+                for tensor in torch.load(whole, weights_only=True)["model"].values()
+                for value in tensor.unique()
+            }
             assert len(values) == 1, f"seed {args.seed}, kill {number}: a checkpoint of several steps: {values}"
             step = values.pop()
             assert step >= number * OF_A_JOB, f"seed {args.seed}, kill {number}: step {step} is of an earlier job"
             left = [path.name for path in pathlib.Path(scratch).glob(".shardplan-*")]
-            print(f"kill {number}: step {step:.0f} is there, {'a part of another lies beside it' if left else 'nothing beside it'}", flush=True)
+            print(
+                f"kill {number}: step {step:.0f} is there, "
+                f"{'a part of another lies beside it' if left else 'nothing beside it'}",
+                flush=True,
+            )
         print(f"{args.kills} kills: the checkpoint was whole each time")
 
 

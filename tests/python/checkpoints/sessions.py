@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sp.save on some ranks and sp.load on others, of models that real FSDP2, HSDP and tensor parallelism have sharded: buffers, frozen
-parameters, two optimizers, one of them without a state of every parameter. Run by tools/nightly:
+"""sp.save on some ranks and sp.load on others, of models that real FSDP2, HSDP and tensor parallelism have sharded:
+buffers, frozen parameters, two optimizers, one of them without a state of every parameter. Run by tools/nightly:
 
     sessions.py [NUMBER...]     the cases of these numbers, from 0; default: every case
 """
@@ -75,7 +75,9 @@ def _rank(rank: int, ranks: int, store: str, kind: str, folder: str, saves: bool
             optimizer.zero_grad()
 
     def whole() -> tuple:
-        return copy.deepcopy(get_state_dict(model, optimizers, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
+        return copy.deepcopy(
+            get_state_dict(model, optimizers, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        )
 
     for number in range(3 if saves else 1):
         step(number)
@@ -99,7 +101,9 @@ def _rank(rank: int, ranks: int, store: str, kind: str, folder: str, saves: bool
 def _compare(found: tuple, expected: tuple) -> None:
     differing = [name for name, value in expected[0].items() if not torch.equal(value, found[0][name])]
     for name, state in expected[1]["state"].items():
-        differing += [f"{key} of {name}" for key, value in state.items() if not torch.equal(value, found[1]["state"][name][key])]
+        differing += [
+            f"{key} of {name}" for key, value in state.items() if not torch.equal(value, found[1]["state"][name][key])
+        ]
     if differing or expected[1]["param_groups"] != found[1]["param_groups"]:
         raise SystemExit(f"other values: {differing}")
 

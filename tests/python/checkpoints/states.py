@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random training states, files of them in every format, and their comparison: with torch, torch.distributed.checkpoint and safetensors alone."""
+"""Random training states, files of them in every format, and their comparison: with torch, torch.distributed.checkpoint
+and safetensors alone."""
 
 import collections
 import pathlib
@@ -10,9 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-          torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-          torch.float8_e8m0fnu, torch.complex64)
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64,
+)
 
 
 def tensor(r: random.Random, shape: list[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -22,7 +25,9 @@ def tensor(r: random.Random, shape: list[int] | None = None, dtype: torch.dtype 
     count = 1
     for extent in shape:
         count *= extent
-    numbers = torch.tensor([r.randrange(2) if dtype == torch.bool else r.randrange(100) for _ in range(count)], dtype=torch.float32).reshape(shape)
+    numbers = torch.tensor(
+        [r.randrange(2) if dtype == torch.bool else r.randrange(100) for _ in range(count)], dtype=torch.float32
+    ).reshape(shape)
     return numbers.to(dtype)
 
 
@@ -46,14 +51,23 @@ def value(r: random.Random, depth: int = 0) -> object:
 
 
 def state(seed: int) -> dict:
-    """A model's parameters (a tie, a view, a buffer among them), Adam's state of them by name, options and other values."""
+    """A model's parameters (a tie, a view, a buffer among them), Adam's state of them by name, options and other
+    values."""
     r = random.Random(seed)
-    names = [f"{module}.{leaf}" for module in ("embed", "layers.0.attn", "layers.0.mlp", "layers.1.attn", "head") for leaf in ("weight", "bias") if r.random() < 0.7]
+    names = [
+        f"{module}.{leaf}"
+        for module in ("embed", "layers.0.attn", "layers.0.mlp", "layers.1.attn", "head")
+        for leaf in ("weight", "bias")
+        if r.random() < 0.7
+    ]
     model = collections.OrderedDict((name, tensor(r)) for name in names)
     model["view"] = torch.arange(24).reshape(4, 6)[1:3].t()
     model["tied"] = model["view"]
     optimizer = {
-        name: {"step": torch.tensor(float(seed)), "exp_avg": tensor(r, list(model[name].shape), torch.float32), "exp_avg_sq": tensor(r, list(model[name].shape), torch.float32)}
+        name: {
+            "step": torch.tensor(float(seed)), "exp_avg": tensor(r, list(model[name].shape), torch.float32),
+            "exp_avg_sq": tensor(r, list(model[name].shape), torch.float32),
+        }
         for name in names
         if r.random() < 0.8
     }
@@ -72,15 +86,28 @@ def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return {name: value}
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return {found: tensor for key, of in pairs for found, tensor in tensors_of(of, f"{name}.{key}" if name else str(key)).items()}
+    return {
+        found: tensor
+        for key, of in pairs
+        for found, tensor in tensors_of(of, f"{name}.{key}" if name else str(key)).items()
+    }
 
 
 def equal(a: object, b: object) -> bool:
     """Values, dtypes and shapes; a dict's kind does not count."""
     if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and a.contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
+        return (
+            isinstance(b, torch.Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
+        )
     if isinstance(a, dict):
-        return isinstance(b, dict) and list(map(str, a)) == list(map(str, b)) and all(equal(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+        return (
+            isinstance(b, dict)
+            and list(map(str, a)) == list(map(str, b))
+            and all(equal(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+        )
     if isinstance(a, list):
         return isinstance(b, list) and len(a) == len(b) and all(map(equal, a, b))
     return type(a) is type(b) and a == b

@@ -32,12 +32,19 @@ def refused(result, path: pathlib.Path, *said: str) -> None:
 def test_nothing_of_a_pickle_is_run(tmp_path, shardplan):
     ran = tmp_path / "ran"
     torch.save({"w": torch.ones(2), "x": Runs(ran)}, tmp_path / "a.pt")
-    refused(shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / "b"), tmp_path / "a.pt", "posix.system", "byte ")
+    refused(
+        shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / "b"), tmp_path / "a.pt", "posix.system", "byte "
+    )
     save_distributed({"w": torch.ones(2)}, tmp_path / "d")
     metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
     metadata.planner_data = Runs(ran)
     (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(shardplan("reshard-checkpoint", tmp_path / "d", tmp_path / "b"), tmp_path / "d" / ".metadata", "posix.system", "byte ")
+    refused(
+        shardplan("reshard-checkpoint", tmp_path / "d", tmp_path / "b"),
+        tmp_path / "d" / ".metadata",
+        "posix.system",
+        "byte ",
+    )
     assert not ran.exists() and not (tmp_path / "b").exists()
 
 
@@ -48,7 +55,9 @@ def test_files_outside_of_the_checkpoint_are_not_read(tmp_path, shardplan):
         for info in metadata.storage_data.values():
             info.relative_path = path
         (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
-        refused(shardplan("reshard-checkpoint", tmp_path / "d", tmp_path / "b"), tmp_path / "d" / ".metadata", "outside")
+        refused(
+            shardplan("reshard-checkpoint", tmp_path / "d", tmp_path / "b"), tmp_path / "d" / ".metadata", "outside"
+        )
 
 
 def test_metadata_that_says_other_things_than_the_files(tmp_path, shardplan):
@@ -103,7 +112,11 @@ def test_headers_of_safetensors(tmp_path, shardplan):
     with_header(b'{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}', b"12345678", "12 bytes")
     with_header(b'{"w":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}}', b"12345678", "F33", "/w/dtype")
     with_header(b'{"w":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}', b"12345678", "/w/shape")
-    with_header(b'{"w":{"dtype":"F32","shape":[4294967296,4294967296,4294967296],"data_offsets":[0,8]}}', b"12345678", "/w/data_offsets")
+    with_header(
+        b'{"w":{"dtype":"F32","shape":[4294967296,4294967296,4294967296],"data_offsets":[0,8]}}',
+        b"12345678",
+        "/w/data_offsets",
+    )
     with_header(b"{" + one + b',"v":{"dtype":"U8","shape":[2],"data_offsets":[7,9]}}', b"123456789", "overlap", "byte ")
     with_header(b"{" + one, b"", "line 1")
     path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
@@ -117,19 +130,31 @@ def test_what_is_no_checkpoint(tmp_path, shardplan):
     (tmp_path / "text").write_text("hello, this is text")
     torch.save({"w": torch.ones(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save([1, 2], tmp_path / "list.pt")
-    for name, said in (("empty", "no checkpoint"), ("text", "no checkpoint"), ("old.pt", "1.6"), ("list.pt", "dict"), ("missing", "open")):
+    for name, said in (
+        ("empty", "no checkpoint"),
+        ("text", "no checkpoint"),
+        ("old.pt", "1.6"),
+        ("list.pt", "dict"),
+        ("missing", "open"),
+    ):
         refused(shardplan("reshard-checkpoint", tmp_path / name, tmp_path / "b"), tmp_path / name, said)
 
 
 @pytest.mark.parametrize("seed", [int(s) for s in os.environ.get("SHARDPLAN_SEED", "1").split()])
 def test_cut_and_changed_files(seed, tmp_path, shardplan):
-    """A file that was cut is an error. One with a changed byte is an error with a place, or another value: never a fault of the command."""
+    """A file that was cut is an error. One with a changed byte is an error with a place, or another value: never a
+    fault of the command."""
     r = random.Random(seed)
     before = state(seed)
     torch.save(before, tmp_path / "a.pt")
     save_distributed(before, tmp_path / "d")
     save_file({"w": torch.ones(9), "v": torch.ones(3, 3)}, tmp_path / "a.safetensors")
-    for source, file in (("a.pt", "a.pt"), ("d", "d/.metadata"), ("d", "d/__0_0.distcp"), ("a.safetensors", "a.safetensors")):
+    for source, file in (
+        ("a.pt", "a.pt"),
+        ("d", "d/.metadata"),
+        ("d", "d/__0_0.distcp"),
+        ("a.safetensors", "a.safetensors"),
+    ):
         whole = (tmp_path / file).read_bytes()
         for at in sorted(r.sample(range(len(whole)), 6)):
             cut = r.random() < 0.5

@@ -23,6 +23,9 @@ def test_jobs_load_what_jobs_of_the_other_kind_saved(tmp_path, shardplan):
         assert done.returncode == 0, done.stderr
     jobs(3, "load", tmp_path, "fsdp1=of_fsdp2_new", "fsdp2=of_fsdp1_new")
     for name in ("of_fsdp2", "of_fsdp1"):
-        before, after = (tensors_of(load_distributed(tmp_path / saved, tmp_path / "whole.pt")) for saved in (name, f"{name}_new_again"))
+        before, after = (
+            tensors_of(load_distributed(tmp_path / saved, tmp_path / "whole.pt"))
+            for saved in (name, f"{name}_new_again")
+        )
         assert before.keys() == after.keys() and len(before) > 20
         assert all(equal(before[tensor], after[tensor]) for tensor in before)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`shardplan reshard-checkpoint` between all formats and layouts, judged by torch, torch.distributed.checkpoint and safetensors."""
+"""`shardplan reshard-checkpoint` between all formats and layouts, judged by torch, torch.distributed.checkpoint and
+safetensors."""
 
 import hashlib
 import json
@@ -49,13 +50,22 @@ def test_every_format_and_back_gives_the_same_state(seed, tmp_path, shardplan):
     for source in ("a.pt", "a"):
         layout = r.choice(LAYOUTS)
         budget = r.choice((4096, 1 << 20))
-        command = ("reshard-checkpoint", tmp_path / source, tmp_path / "b", "--format", "distributed", *layout, "--budget", budget, "--verify")
+        command = (
+            "reshard-checkpoint", tmp_path / source, tmp_path / "b", "--format", "distributed", *layout, "--budget",
+            budget, "--verify",
+        )
         done(shardplan(*command))
         found = load_distributed(tmp_path / "b", tmp_path / "found.pt")
-        assert set(found) == set(wanted) and all(equal(found[key], wanted[key]) for key in wanted), (seed, source, layout)
+        assert set(found) == set(wanted) and all(equal(found[key], wanted[key]) for key in wanted), (
+            seed, source, layout,
+        )
         done(shardplan("reshard-checkpoint", tmp_path / "b", tmp_path / "c", "--mesh", "shard=2"))
         done(shardplan("reshard-checkpoint", tmp_path / "c", tmp_path / "c.pt", "--format", "torch_save"))
-        again = torch.load(tmp_path / "c.pt", weights_only=True) if seed % 2 == 0 else torch.load(tmp_path / "c.pt", weights_only=False)
+        again = (
+            torch.load(tmp_path / "c.pt", weights_only=True)
+            if seed % 2 == 0
+            else torch.load(tmp_path / "c.pt", weights_only=False)
+        )
         assert all(equal(again[key], wanted[key]) for key in wanted), (seed, source, layout)
         assert zipfile.ZipFile(tmp_path / "c.pt").testzip() is None
         for path in (tmp_path / "b", tmp_path / "c"):
@@ -94,12 +104,30 @@ def test_torch_save_keeps_tuples_with_tensors_in_them(tmp_path, shardplan):
     torch.save({"pair": (a, b), "nested": [(c, {"in": (b,)}), (0.9, 0.99)], "empty": ()}, tmp_path / "a.pt")
     done(shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / "b.pt"))
     found = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert type(found["pair"]) is tuple and found["pair"][0].equal(a) and found["pair"][1].equal(b) and found["empty"] == ()
+    assert (
+        type(found["pair"]) is tuple
+        and found["pair"][0].equal(a)
+        and found["pair"][1].equal(b)
+        and found["empty"] == ()
+    )
     (of_c, of_b), betas = found["nested"]
-    assert type(found["nested"][0]) is tuple and of_c.equal(c) and type(of_b["in"]) is tuple and of_b["in"][0].equal(b) and betas == (0.9, 0.99)
-    done(shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / "a", "--format", "distributed", "--world-size", 2))
+    assert (
+        type(found["nested"][0]) is tuple
+        and of_c.equal(c)
+        and type(of_b["in"]) is tuple
+        and of_b["in"][0].equal(b)
+        and betas == (0.9, 0.99)
+    )
+    done(
+        shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / "a", "--format", "distributed", "--world-size", 2)
+    )
     listed = load_distributed(tmp_path / "a", tmp_path / "found.pt")
-    assert listed["pair"][0].equal(a) and listed["pair"][1].equal(b) and listed["nested"][0][1]["in"][0].equal(b) and listed["nested"][1] == (0.9, 0.99)
+    assert (
+        listed["pair"][0].equal(a)
+        and listed["pair"][1].equal(b)
+        and listed["nested"][0][1]["in"][0].equal(b)
+        and listed["nested"][1] == (0.9, 0.99)
+    )
 
 
 def test_tensors_begin_where_torch_wants_them(tmp_path, shardplan):
@@ -125,7 +153,11 @@ def test_safetensors_with_and_without_an_index(tmp_path, shardplan):
     parts = [load_file(tmp_path / "hf" / f"model-0000{i}-of-00003.safetensors") for i in (1, 2, 3)]
     together = {name: value for part in parts for name, value in part.items()}
     assert together.keys() == weights.keys() and all(equal(together[name], weights[name]) for name in weights)
-    done(shardplan("reshard-checkpoint", tmp_path / "hf", tmp_path / "dist", "--format", "distributed", "--world-size", 4))
+    done(
+        shardplan(
+            "reshard-checkpoint", tmp_path / "hf", tmp_path / "dist", "--format", "distributed", "--world-size", 4
+        )
+    )
     into = {name: torch.zeros_like(value) for name, value in weights.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -140,7 +172,12 @@ def test_names_are_selected_and_stripped(tmp_path, shardplan):
     save_distributed(before, tmp_path / "a")
     refused = shardplan("reshard-checkpoint", tmp_path / "a", tmp_path / "hf", "--format", "safetensors")
     assert refused.returncode == 3 and "--tensors-only" in refused.stderr and not (tmp_path / "hf").exists()
-    done(shardplan("reshard-checkpoint", tmp_path / "a", tmp_path / "m.safetensors", "--format", "safetensors", "--select", "model.", "--strip", "model."))
+    done(
+        shardplan(
+            "reshard-checkpoint", tmp_path / "a", tmp_path / "m.safetensors", "--format", "safetensors", "--select",
+            "model.", "--strip", "model.",
+        )
+    )
     found = load_file(tmp_path / "m.safetensors")
     assert found.keys() == before["model"].keys() and all(equal(found[name], before["model"][name]) for name in found)
 
@@ -155,14 +192,21 @@ def test_each_rank_has_the_bytes_of_its_part(tmp_path, shardplan):
         metadata = pickle.loads((tmp_path / "b" / ".metadata").read_bytes())
         found = {}
         for index, info in metadata.storage_data.items():
-            sizes = next(list(c.sizes) for c in metadata.state_dict_metadata[index.fqn].chunks if c.offsets == index.offset)
-            found.setdefault(int(info.relative_path.split("_")[2]), []).append((index.fqn[-1], list(index.offset), sizes))
+            sizes = next(
+                list(c.sizes) for c in metadata.state_dict_metadata[index.fqn].chunks if c.offsets == index.offset
+            )
+            found.setdefault(int(info.relative_path.split("_")[2]), []).append(
+                (index.fqn[-1], list(index.offset), sizes)
+            )
         for path in (tmp_path / "b").iterdir():
             path.unlink()
         (tmp_path / "b").rmdir()
         return found
 
-    rows = {0: [("w", [0, 0], [3, 5]), ("b", [0], [2])], 1: [("w", [3, 0], [3, 5]), ("b", [2], [2])], 2: [("w", [6, 0], [1, 5]), ("b", [4], [1])]}
+    rows = {
+        0: [("w", [0, 0], [3, 5]), ("b", [0], [2])], 1: [("w", [3, 0], [3, 5]), ("b", [2], [2])],
+        2: [("w", [6, 0], [1, 5]), ("b", [4], [1])],
+    }
     assert chunks("--world-size", 3) == rows
     # 35 elements, aligned to 36; 41 in all, padded to 42: 14 a rank.
     flat = {
@@ -172,12 +216,19 @@ def test_each_rank_has_the_bytes_of_its_part(tmp_path, shardplan):
     }
     assert chunks("--world-size", 3, "--layout", "flat", "--unit", "layers.*") == flat
     replicas = chunks("--mesh", "replicate=2", "shard=2")
-    assert sorted(piece for of in replicas.values() for piece in of) == sorted([("w", [0, 0], [4, 5]), ("w", [4, 0], [3, 5]), ("b", [0], [3]), ("b", [3], [2])])
+    assert sorted(piece for of in replicas.values() for piece in of) == sorted(
+        [("w", [0, 0], [4, 5]), ("w", [4, 0], [3, 5]), ("b", [0], [3]), ("b", [3], [2])]
+    )
 
 
 def test_the_layout_of_a_plan_is_a_target(tmp_path, shardplan, root):
     trace = root / "tests" / "conformance" / "live" / "checkpointed_twice.trace.json"
-    done(shardplan("plan", trace, "--policy", "fsdp1", "--unit", "body.parts.*", "--ranks", 4, "-q", "-o", tmp_path / "plan.json"))
+    done(
+        shardplan(
+            "plan", trace, "--policy", "fsdp1", "--unit", "body.parts.*", "--ranks", 4, "-q", "-o",
+            tmp_path / "plan.json",
+        )
+    )
     done(shardplan("layout", tmp_path / "plan.json", "-o", tmp_path / "layout.json"))
     tensors = json.loads((tmp_path / "layout.json").read_text())["tensors"]
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -187,13 +238,21 @@ def test_the_layout_of_a_plan_is_a_target(tmp_path, shardplan, root):
         before[name] = torch.randn(of.get("shape", [])).to(dtypes[of["dtype"]])
     torch.save(before, tmp_path / "a.pt")
     for target in ("plan.json", "layout.json"):
-        done(shardplan("reshard-checkpoint", tmp_path / "a.pt", tmp_path / target[:4], "--format", "distributed", "--target-layout", tmp_path / target))
+        done(
+            shardplan(
+                "reshard-checkpoint", tmp_path / "a.pt", tmp_path / target[:4], "--format", "distributed",
+                "--target-layout", tmp_path / target,
+            )
+        )
         found = load_distributed(tmp_path / target[:4], tmp_path / "found.pt")
         assert all(equal(found[name], before[name]) for name in before)
         assert len(list((tmp_path / target[:4]).glob("*.distcp"))) == 4
     before["model.other"] = torch.ones(3)
     torch.save(before, tmp_path / "more.pt")
-    command = ("reshard-checkpoint", tmp_path / "more.pt", tmp_path / "more", "--format", "distributed", "--target-layout", tmp_path / "plan.json")
+    command = (
+        "reshard-checkpoint", tmp_path / "more.pt", tmp_path / "more", "--format", "distributed", "--target-layout",
+        tmp_path / "plan.json",
+    )
     refused = shardplan(*command)
     assert refused.returncode == 3 and "model.other" in refused.stderr
     done(shardplan(*command, "--lenient"))
@@ -210,7 +269,12 @@ def test_places_that_are_refused(tmp_path, shardplan):
     ):
         refused = shardplan("reshard-checkpoint", tmp_path / "a", tmp_path / target)
         assert refused.returncode == code and said in refused.stderr, refused.stderr
-    for flags in (("--mesh", "tp=2"), ("--mesh", "shard=2", "--world-size", 3), ("--format", "torch_save", "--layout", "flat"), ("--budget", "1")):
+    for flags in (
+        ("--mesh", "tp=2"),
+        ("--mesh", "shard=2", "--world-size", 3),
+        ("--format", "torch_save", "--layout", "flat"),
+        ("--budget", "1"),
+    ):
         refused = shardplan("reshard-checkpoint", tmp_path / "a", tmp_path / "b", *flags)
         assert refused.returncode == 2 and not (tmp_path / "b").exists(), refused.stderr
     done(shardplan("reshard-checkpoint", tmp_path / "a", tmp_path / "b"))

@@ -14,7 +14,10 @@ from conftest import free_port
 
 def states():
     torch.manual_seed(3)
-    return {"rows": torch.randn(7, 5), "columns": torch.randn(4, 6).bfloat16(), "whole": torch.randn(3), "flat": torch.randn(11)}
+    return {
+        "rows": torch.randn(7, 5), "columns": torch.randn(4, 6).bfloat16(), "whole": torch.randn(3),
+        "flat": torch.randn(11),
+    }
 
 
 def _save(rank, ranks, folder, port):
@@ -27,7 +30,9 @@ def _save(rank, ranks, folder, port):
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     dims = {"rows": 0, "columns": 1, "flat": 0}
-    state = {name: distribute_tensor(t, mesh, [Shard(dims[name])]) if name in dims else t for name, t in states().items()}
+    state = {
+        name: distribute_tensor(t, mesh, [Shard(dims[name])]) if name in dims else t for name, t in states().items()
+    }
     dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
     dist.destroy_process_group()
 
@@ -53,11 +58,17 @@ def test_shards_are_assembled_and_one_alone_is_refused(tmp_path, shardplan):
     assert done.returncode == 3 and "not the whole tensor" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("info", ["{", "[]", '{"rows": 1}', '{"rows": {"saved_offsets": [0]}}', '{"rows": {"saved_offsets": [-1, 0]}}', "{}"])
+@pytest.mark.parametrize(
+    "info", ["{", "[]", '{"rows": 1}', '{"rows": {"saved_offsets": [0]}}', '{"rows": {"saved_offsets": [-1, 0]}}', "{}"]
+)
 def test_places_that_are_none_are_refused(info, tmp_path, shardplan):
     (tmp_path / "a").mkdir()
     for number, low in ((1, 0), (2, 2)):
-        header = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps({"rows": {"saved_offsets": [low, 0]}}) if number == 1 else info}}
+        header = {
+            "__metadata__": {
+                "DCP_SHARDING_INFO": json.dumps({"rows": {"saved_offsets": [low, 0]}}) if number == 1 else info
+            }
+        }
         header["rows"] = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         text = json.dumps(header).encode()
         (tmp_path / "a" / f"shard-{number}.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))

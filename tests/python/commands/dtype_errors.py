@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch says of dtypes on two Gloo ranks: `dtype_errors.py CASE ...` prints a line of JSON for each: {"case", "error"}; "" where the step works.
-A case is "KIND:ARGUMENT:...", a function of KINDS. `dtype_errors.py --traces FOLDER MODEL ...` writes traces of MODELS."""
+"""torch's errors about dtypes on two Gloo ranks: `dtype_errors.py CASE ...` prints a line of JSON for each: {"case",
+"error"}; "" where the step works. A case is "KIND:ARGUMENT:...", a function of KINDS. `dtype_errors.py --traces FOLDER
+MODEL ...` writes traces of MODELS."""
 
 import json
 import os
@@ -9,13 +10,16 @@ import warnings
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard,
+)
 
 CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Three units: two layers and the root. `held` is a frozen parameter of the first layer, which it has beside its own or alone."""
+    """Three units: two layers and the root. `held` is a frozen parameter of the first layer, which it has beside its
+    own or alone."""
 
     def __init__(self, held=None, alone=False):
         super().__init__()
@@ -42,7 +46,10 @@ def step(model, policy, optimizer="sgd", sharding="full_shard", output=None, **m
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(**mixed))
         fully_shard(model, mp_policy=MixedPrecisionPolicy(**mixed, output_dtype=output))
     else:
-        options = {"device_id": CPU, "mixed_precision": MixedPrecision(**mixed), "sharding_strategy": ShardingStrategy[sharding.upper()]}
+        options = {
+            "device_id": CPU, "mixed_precision": MixedPrecision(**mixed),
+            "sharding_strategy": ShardingStrategy[sharding.upper()],
+        }
         for number, layer in enumerate(model.layers):
             model.layers[number] = FullyShardedDataParallel(layer, **options)
         model = FullyShardedDataParallel(model, **options)
@@ -54,7 +61,10 @@ def step(model, policy, optimizer="sgd", sharding="full_shard", output=None, **m
 def made(name, parameters):
     kind, _, how = name.partition("-")
     options = {"foreach": {"foreach": True}, "fused": {"fused": True}, "forloop": {"foreach": False}}.get(how, {})
-    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+    kinds = {
+        "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD,
+        "adafactor": torch.optim.Adafactor,
+    }
     return kinds[kind]([p for p in parameters if p.requires_grad], lr=1e-3, **options)
 
 
@@ -65,7 +75,8 @@ KINDS = {
     "held": lambda policy, name: step(Net(dtype(name)), policy),
     "alone": lambda policy, name: step(Net(dtype(name), alone=True), policy),
     "keep": lambda optimizer, sharding, param, reduce: step(
-        Net(), "fsdp1", optimizer, sharding, param_dtype=dtype(param), reduce_dtype=dtype(reduce), keep_low_precision_grads=True
+        Net(), "fsdp1", optimizer, sharding, param_dtype=dtype(param), reduce_dtype=dtype(reduce),
+        keep_low_precision_grads=True,
     ),
 }
 
@@ -104,7 +115,9 @@ def _traced(*arguments):
 
 
 plain = _traced()
-HELD = ("float64", "bfloat16", "float8_e4m3fn", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "uint16")
+HELD = (
+    "float64", "bfloat16", "float8_e4m3fn", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "uint16",
+)
 for _name in HELD:
     globals()[f"held_{_name}"] = _traced(dtype(_name))
     globals()[f"alone_{_name}"] = _traced(dtype(_name), True)

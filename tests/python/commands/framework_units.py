@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The units that the installed frameworks make, by their own code on one CPU rank: each as (FQNs of its parameters, reshard_after_forward).
-A process of its own, for the imports and the process group: `framework_units.py FRAMEWORK:POLICY:MODEL[:first_step] ...` prints a line of JSON for each:
-{"case", "units"}, or "error" in their place. `framework_units.py --traces FOLDER MODEL ...` writes a trace of each, by the tracer's command. MODEL is one
-of MODELS."""
+"""The units that the installed frameworks make, by their own code on one CPU rank: each as (FQNs of its parameters,
+reshard_after_forward). A process of its own, for the imports and the process group: `framework_units.py
+FRAMEWORK:POLICY:MODEL[:first_step] ...` prints a line of JSON for each: {"case", "units"}, or "error" in their place.
+`framework_units.py --traces FOLDER MODEL ...` writes a trace of each, by the tracer's command. MODEL is one of
+MODELS."""
 
 import json
 import os
@@ -17,41 +18,57 @@ from torch import nn
 
 def llama(tied=False):
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, tie_word_embeddings=tied
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, tie_word_embeddings=tied,
     )
     return transformers.LlamaForCausalLM(config)
 
 
 def gpt2():
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)
+    )
 
 
 def phi():
-    config = transformers.PhiConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    config = transformers.PhiConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
     return transformers.PhiForCausalLM(config)
 
 
 def t5():
-    config = transformers.T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=64, tie_word_embeddings=True)
-    return transformers.T5ForConditionalGeneration(config), {"input_ids": torch.zeros(1, 8, dtype=torch.long), "decoder_input_ids": torch.zeros(1, 8, dtype=torch.long)}
+    config = transformers.T5Config(
+        d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=64, tie_word_embeddings=True
+    )
+    return transformers.T5ForConditionalGeneration(config), {
+        "input_ids": torch.zeros(1, 8, dtype=torch.long),
+        "decoder_input_ids": torch.zeros(1, 8, dtype=torch.long),
+    }
 
 
 def mixtral():
     config = transformers.MixtralConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, num_local_experts=4
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, num_local_experts=4,
     )
     return transformers.MixtralForCausalLM(config)
 
 
 def bert():
-    config = transformers.BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, max_position_embeddings=64)
+    config = transformers.BertConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        max_position_embeddings=64,
+    )
     return transformers.BertForMaskedLM(config)
 
 
 def lora(**more):
     import peft
 
-    return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more))
+    return peft.get_peft_model(
+        llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more)
+    )
 
 
 def lora_saved():
@@ -117,8 +134,10 @@ def fsdp2_units(model):
                 groups[id(group)] = group
     found = []
     for group in groups.values():
-        parameters = sorted(f"{names[p._module_info.module]}.{p._module_info.param_name}".lstrip(".") for p in group.fsdp_params)
-        # What reshard_after_forward=None is for the root FSDP2 decides before the first forward: false.
+        parameters = sorted(
+            f"{names[p._module_info.module]}.{p._module_info.param_name}".lstrip(".") for p in group.fsdp_params
+        )
+        # FSDP2 decides reshard_after_forward=None of the root before the first forward: false.
         found.append((parameters, group.post_forward_mesh_info is not None and model not in group.modules))
     return sorted(found)
 
@@ -130,7 +149,10 @@ def fsdp1_units(model):
     found = []
     for module in FSDP.fsdp_modules(model):
         if module._flat_param is not None:
-            fqns = (f"{names[module]}.{fqn}".replace("_fsdp_wrapped_module", "").strip(".") for fqn in module._flat_param._fqns)
+            fqns = (
+                f"{names[module]}.{fqn}".replace("_fsdp_wrapped_module", "").strip(".")
+                for fqn in module._flat_param._fqns
+            )
             found.append((sorted(fqn.replace("..", ".") for fqn in fqns), None))
     return sorted(found)
 
@@ -138,20 +160,27 @@ def fsdp1_units(model):
 def with_accelerate(model, policy, plugin_options):
     from accelerate import FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2 if policy == "fsdp2" else 1, cpu_ram_efficient_loading=False, **plugin_options)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2 if policy == "fsdp2" else 1, cpu_ram_efficient_loading=False, **plugin_options
+    )
     if policy == "fsdp2":
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         state = types.SimpleNamespace(fsdp_plugin=plugin)
-        # What the function asks of an Accelerator, which would want an accelerator.
-        job = types.SimpleNamespace(state=state, torch_device_mesh=None, mixed_precision="no", is_main_process=True, device=torch.device("cpu"))
+        # The parts of an Accelerator that the function asks for; a real one would want an accelerator.
+        job = types.SimpleNamespace(
+            state=state, torch_device_mesh=None, mixed_precision="no", is_main_process=True, device=torch.device("cpu")
+        )
         return fsdp2_units(fsdp2_prepare_model(job, model))
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     plugin.set_auto_wrap_policy(model)
-    # Units of frozen and trained parameters need original ones; without them ties of two units are two parameters, as plans have it.
+    # Units of frozen and trained parameters need original ones; without them ties of two units are two parameters, as
+    # plans have it.
     frozen = any(not p.requires_grad for p in model.parameters())
-    return fsdp1_units(FSDP(model, auto_wrap_policy=plugin.auto_wrap_policy, device_id=torch.device("cpu"), use_orig_params=frozen))
+    return fsdp1_units(
+        FSDP(model, auto_wrap_policy=plugin.auto_wrap_policy, device_id=torch.device("cpu"), use_orig_params=frozen)
+    )
 
 
 def by_hand(model, policy):
@@ -217,7 +246,9 @@ def write_traces(folder, *names):
     from shardplan.tracer import cli
 
     for name in names:
-        code = cli.main([f"framework_units:trace_{name}", "-o", f"{folder}/{name}.json", "-q", "--loss", "sum", "--seq", "8"])
+        code = cli.main(
+            [f"framework_units:trace_{name}", "-o", f"{folder}/{name}.json", "-q", "--loss", "sum", "--seq", "8"]
+        )
         if code != 0:
             sys.exit(code)
 
@@ -239,7 +270,10 @@ def titan_backend():
     import ast
     import importlib.util
 
-    path = importlib.util.find_spec("torchtitan").submodule_search_locations[0] + "/experiments/transformers_modeling_backend/parallelize.py"
+    path = (
+        importlib.util.find_spec("torchtitan").submodule_search_locations[0]
+        + "/experiments/transformers_modeling_backend/parallelize.py"
+    )
     tree = ast.parse(open(path).read())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "apply_fsdp"]
     from typing import Any
@@ -247,9 +281,14 @@ def titan_backend():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
-    from torchtitan.distributed.fsdp import disable_fsdp_gradient_division, enable_fsdp_symm_mem, get_fsdp_reshard_after_forward_policy
+    from torchtitan.distributed.fsdp import (
+        disable_fsdp_gradient_division, enable_fsdp_symm_mem, get_fsdp_reshard_after_forward_policy,
+    )
 
-    scope = {k: v for k, v in locals().items() if k not in ("tree", "path", "ast", "importlib")} | {"torch": torch, "nn": nn}
+    scope = {k: v for k, v in locals().items() if k not in ("tree", "path", "ast", "importlib")} | {
+        "torch": torch,
+        "nn": nn,
+    }
     exec(compile(tree, path, "exec"), scope)
     return scope["apply_fsdp"]
 

@@ -76,10 +76,14 @@ class Walk:
         """An allocate or free of activations is that of all their storages."""
         if instruction["kind"] not in ("allocate", "free"):
             return False
-        buffer = self.document.buffers[self.document.ref(instruction, "dst" if instruction["kind"] == "allocate" else "src")]
+        buffer = self.document.buffers[
+            self.document.ref(instruction, "dst" if instruction["kind"] == "allocate" else "src")
+        ]
         if buffer["role"] != "activation":
             return False
-        for storage, amount in zip(buffer["storages"], buffer["parts_bytes"], strict=True) if self.space == "device" else ():
+        for storage, amount in (
+            zip(buffer["storages"], buffer["parts_bytes"], strict=True) if self.space == "device" else ()
+        ):
             self.forget((storage, microbatch))
             if instruction["kind"] == "allocate":
                 self.storages[storage, microbatch] = amount, "saved"
@@ -90,7 +94,9 @@ class Walk:
     def pass_by(self, instruction):
         document, kind = self.document, instruction["kind"]
         if kind == "compute" and self.space == "device":
-            self.segment(document.plan["segments"][document.ref(instruction, "segment")], instruction.get("microbatch", 0))
+            self.segment(
+                document.plan["segments"][document.ref(instruction, "segment")], instruction.get("microbatch", 0)
+            )
         elif kind == "allocate":
             self.allocate(document.ref(instruction, "dst"))
         elif kind == "free":
@@ -106,7 +112,9 @@ class Walk:
             optimizer = document.plan["strategy"].get("optimizer", {})
             takes = any(optimizer.get(word, False) for word in ("momentum", "weight_decay", "maximize"))
             nothing = optimizer.get("kind", "adamw") == "none" or (optimizer.get("kind") == "sgd" and not takes)
-            assert nothing or not any(document.shards_of(u) for u in document.units), "the plan's buffers say what the optimizer keeps"
+            assert nothing or not any(document.shards_of(u) for u in document.units), (
+                "the plan's buffers say what the optimizer keeps"
+            )
         elif kind == "zero_grad":
             for buffer in list(self.alive.dropped_by_zero_grad(instruction)):
                 self.free(buffer)

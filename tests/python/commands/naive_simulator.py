@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator again, from docs/internals/simulator.md and docs/reference/memory.md alone: slow, simple, and without a line of the product.
+"""The simulator again, from docs/internals/simulator.md and docs/reference/memory.md alone: slow, simple, and without a
+line of the product.
 
-It reads the plan and cluster documents and gives the report's figures, the spans of every instruction, and the peaks of memory."""
+It reads the plan and cluster documents and gives the report's figures, the spans of every instruction, and the peaks of
+memory."""
 
 import collections
 import decimal
@@ -12,17 +14,32 @@ from fractions import Fraction
 decimal.getcontext().prec = 60
 
 SIZES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8,
-    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
-}  # fmt: skip
-COPIES = {"copy_in", "copy_out", "reshard_post_forward", "grad_copy_in", "grad_scale", "grad_zero", "grad_cast", "grad_accumulate", "copy_to_host", "copy_to_device"}
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4,
+    "uint64": 8, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+}
+COPIES = {
+    "copy_in", "copy_out", "reshard_post_forward", "grad_copy_in", "grad_scale", "grad_zero", "grad_cast",
+    "grad_accumulate", "copy_to_host", "copy_to_device",
+}
 COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce"}
-CLASSES = json.loads((pathlib.Path(__file__).parents[3] / "tools" / "python" / "shardplan" / "import_profile" / "operator_classes.json").read_text())  # data, not code
+# Data, not code.
+CLASSES = json.loads(
+    (
+        pathlib.Path(__file__).parents[3]
+        / "tools"
+        / "python"
+        / "shardplan"
+        / "import_profile"
+        / "operator_classes.json"
+    ).read_text()
+)
 HOOKS = {"pre_forward", "post_forward", "pre_backward", "post_backward", "backward_end"}
 MATRIX = set(next(entry["names"] for entry in CLASSES if entry["class"] == "matmul"))
 MATRIX_CLASSES = {"matmul", "attention", "convolution"}
-FLAT_ROLES = {"grad_sharded", "reduce_scatter_output", "partial_reduce_output", "inner_reduce_output", "inner_reduce_accumulated"}
+FLAT_ROLES = {
+    "grad_sharded", "reduce_scatter_output", "partial_reduce_output", "inner_reduce_output", "inner_reduce_accumulated",
+}
 MILLION = 10**6
 # The expected largest of 1, 2, 4, ... samples of a standard normal distribution, in millionths.
 LARGEST = [0, 564190, 1029375, 1423600, 1765991, 2069669, 2343733, 2594610, 2826790, 3043650, 3247690, 3440700, 3624300]
@@ -93,7 +110,9 @@ class Document:
             "segment": [s["name"] for s in plan["segments"]],
         }
         self.names["dst"] = self.names["src"]
-        self.positions = {field: {name: i for i, name in reversed(list(enumerate(names)))} for field, names in self.names.items()}
+        self.positions = {
+            field: {name: i for i, name in reversed(list(enumerate(names)))} for field, names in self.names.items()
+        }
 
     def at(self, field, value):
         """A reference: a name, or the position of something whose name is not unique. None: left out."""
@@ -115,7 +134,9 @@ class Document:
         if self.plan["policy"] == "fsdp1" and self.plan["strategy"].get("fsdp1", {}).get("use_orig_params", False):
             if ranks == 1:
                 return [(i, numel(p["shape"]), unit["orig_dtype"]) for i, p in trained]
-            pieces = [(i, min(numel(p["shape"]), end - p.get("flat_offset", 0)), unit["orig_dtype"]) for i, p in trained]
+            pieces = [
+                (i, min(numel(p["shape"]), end - p.get("flat_offset", 0)), unit["orig_dtype"]) for i, p in trained
+            ]
             return [piece for piece in pieces if piece[1] > 0]
         return [(0, end, unit["orig_dtype"])] if trained else []
 
@@ -190,7 +211,11 @@ class Costs:
 
     def memory(self, moved):
         curve = self.device.get("memory_efficiency", [])
-        part = efficiency([{"flops": p["moved_bytes"]} | p for p in curve], moved) if curve else self.device.get("memory_efficiency_ppm", MILLION)
+        part = (
+            efficiency([{"flops": p["moved_bytes"]} | p for p in curve], moved)
+            if curve
+            else self.device.get("memory_efficiency_ppm", MILLION)
+        )
         return time_at(moved, nearest(Fraction(self.device.get("memory_bytes_per_second", 0) * part, MILLION)))
 
     def move(self, moved):
@@ -209,7 +234,9 @@ class Costs:
         if is_matrix(name):
             for entry in self.rates_of(name, dtype):
                 if entry["dtype"] == dtype:
-                    rate = nearest(Fraction(entry["flops_per_second"] * efficiency(entry.get("efficiency", []), flops), MILLION))
+                    rate = nearest(
+                        Fraction(entry["flops_per_second"] * efficiency(entry.get("efficiency", []), flops), MILLION)
+                    )
                     arithmetic = time_at(flops, rate)
                     elements = written // SIZES[dtype]
                     inner = nearest(Fraction(flops, 2 * elements)) if elements else 0
@@ -218,7 +245,9 @@ class Costs:
                     if class_of(name) == "attention":
                         products, outputs = (10, 3) if "backward" in plain(name) else (4, 1)
                         sequence = max(1, nearest(Fraction(flops * outputs * SIZES[dtype], products * max(1, written))))
-                        arithmetic = up(Fraction(arithmetic * (sequence + entry.get("half_rate_sequence", 0)), sequence))
+                        arithmetic = up(
+                            Fraction(arithmetic * (sequence + entry.get("half_rate_sequence", 0)), sequence)
+                        )
                     break
         arithmetic = up(Fraction(arithmetic * MILLION, self.device.get("clock_ppm", MILLION)))
         moved = self.memory(read + written)
@@ -236,13 +265,24 @@ class Costs:
             power += 1
         start = 1 << power
         largest = LARGEST[power] + nearest(Fraction((LARGEST[power + 1] - LARGEST[power]) * (ranks - start), start))
-        return up(Fraction(duration * (MILLION + nearest(Fraction(self.device.get("spread_ppm", 0) * largest, MILLION))), MILLION))
+        return up(
+            Fraction(
+                duration * (MILLION + nearest(Fraction(self.device.get("spread_ppm", 0) * largest, MILLION))), MILLION
+            )
+        )
 
     def rates_of(self, name, dtype):
         lists = ["matmul"]
         if class_of(name) == "attention":
             lists = ["attention_backward"] * ("backward" in plain(name)) + ["attention", "matmul"]
-        return next((rates for rates in (self.device.get(field, []) for field in lists) if any(r["dtype"] == dtype for r in rates)), [])
+        return next(
+            (
+                rates
+                for rates in (self.device.get(field, []) for field in lists)
+                if any(r["dtype"] == dtype for r in rates)
+            ),
+            [],
+        )
 
     def moved(self, instruction):
         """(read, written) of a copy."""
@@ -304,8 +344,16 @@ class Costs:
         for place in ("device", "host"):
             shards = []
             for u, owner in enumerate(document.units):
-                held = [b for b in document.buffers if b["role"] == "param_sharded" and document.at("unit", b.get("unit")) == u]
-                if unit not in (None, u) or not held or (held[-1].get("memory", "device") == "device") != (place == "device"):
+                held = [
+                    b
+                    for b in document.buffers
+                    if b["role"] == "param_sharded" and document.at("unit", b.get("unit")) == u
+                ]
+                if (
+                    unit not in (None, u)
+                    or not held
+                    or (held[-1].get("memory", "device") == "device") != (place == "device")
+                ):
                     continue
                 shards += document.shards_of(owner)
             amount = sum(elements * SIZES[dtype] for _, elements, dtype in shards)
@@ -316,7 +364,11 @@ class Costs:
                     amount = sum(elements * SIZES[dtype] for p, elements, dtype in shards if p == parameter)
                 else:
                     total = sum(numel(p["shape"]) for p in owner["parameters"] if p.get("requires_grad", True))
-                    amount = nearest(Fraction(amount * numel(owner["parameters"][parameter]["shape"]), total)) if total else 0
+                    amount = (
+                        nearest(Fraction(amount * numel(owner["parameters"][parameter]["shape"]), total))
+                        if total
+                        else 0
+                    )
             if amount == 0:
                 count = kernels_here = 0
             else:
@@ -326,7 +378,8 @@ class Costs:
 
     # -- collectives --
     def placements(self, group):
-        """Of every group of the communicator: nodes, fewest and most members in a node, groups in one of its nodes."""
+        """Placement of every group of the communicator: nodes, fewest and most members in a node, groups in one of its
+        nodes."""
         if group in self.groups:
             return self.groups[group]
         communicator = self.document.plan["communicators"][group]
@@ -342,10 +395,18 @@ class Costs:
         pod = self.cluster.get("links", [{}, {}])[1:2]
         pod = pod[0].get("pod_nodes", 0) if pod else 0
         pod = pod or world + 1
-        self.groups[group] = sorted({
-            (len(nodes), min(nodes.values()), max(nodes.values()), max(here[n] for n in nodes), len({n // pod for n in nodes}) > 1)
-            for nodes in members.values()
-        })
+        self.groups[group] = sorted(
+            {
+                (
+                    len(nodes),
+                    min(nodes.values()),
+                    max(nodes.values()),
+                    max(here[n] for n in nodes),
+                    len({n // pod for n in nodes}) > 1,
+                )
+                for nodes in members.values()
+            }
+        )
         return self.groups[group]
 
     def collective(self, instruction):
@@ -370,7 +431,11 @@ class Costs:
     def tables_on(self, link):
         links = self.cluster.get("links", [])
         name = links[link]["name"] if link < len(links) else None
-        return [t for t in self.cluster.get("collectives", []) if t["points"] and (t["link"] == name or (not links and link == 0))]
+        return [
+            t
+            for t in self.cluster.get("collectives", [])
+            if t["points"] and (t["link"] == name or (not links and link == 0))
+        ]
 
     def of_group(self, kind, ranks, amount, nodes, fewest, most, concurrent, beyond_pod):
         links = self.cluster.get("links", [])
@@ -382,7 +447,9 @@ class Costs:
             key = (kind, ranks, link, concurrent)
             if key not in self.fits:
                 points = Fit(self, link, concurrent).points(kind, ranks)
-                self.fits[key] = {"link": links[link]["name"] if link < len(links) else "", "points": points} if points else None
+                self.fits[key] = (
+                    {"link": links[link]["name"] if link < len(links) else "", "points": points} if points else None
+                )
             table = self.fits[key]
         if table is not None:
             source = f"{word} {ranks} ranks {table['link']}"
@@ -395,21 +462,35 @@ class Costs:
         return self.modelled(kind, ranks, amount, nodes, fewest, most, beyond_pod)
 
     def roads(self, nodes, fewest, most, beyond_pod):
-        """What the links do under each protocol: (name, a step inside, a step outside, rate inside, rate outside); None: not used."""
+        """Figures of the links under each protocol: (name, a step inside, a step outside, rate inside, rate outside);
+        None: not used."""
         links = self.cluster["links"]
         outer = links[1] if nodes > 1 and len(links) > 1 else None
         inside = outer is None or most > 1
         rate = None
         if outer:
             rate = outer["bytes_per_second"] * fewest
-            rate = max(1, nearest(Fraction(rate * outer.get("beyond_pod_rate_ppm", MILLION), MILLION))) if beyond_pod else rate
-        usual = ("", links[0].get("latency_ns", 0), outer.get("latency_ns", 0) if outer else 0, links[0]["bytes_per_second"] if inside else None, rate)
+            rate = (
+                max(1, nearest(Fraction(rate * outer.get("beyond_pod_rate_ppm", MILLION), MILLION)))
+                if beyond_pod
+                else rate
+            )
+        usual = (
+            "", links[0].get("latency_ns", 0), outer.get("latency_ns", 0) if outer else 0,
+            links[0]["bytes_per_second"] if inside else None, rate,
+        )
         roads = [usual]
         for protocol in (outer or links[0]).get("protocols", []):
-            of = [next((p for p in used.get("protocols", []) if p["name"] == protocol["name"]), None) for used in (links[0], outer or links[0])]
+            of = [
+                next((p for p in used.get("protocols", []) if p["name"] == protocol["name"]), None)
+                for used in (links[0], outer or links[0])
+            ]
             if (inside and of[0] is None) or (outer and of[1] is None):
                 continue
-            part = [None if r is None else max(1, nearest(Fraction(r * p["rate_ppm"], MILLION))) for r, p in zip(usual[3:], of, strict=True)]
+            part = [
+                None if r is None else max(1, nearest(Fraction(r * p["rate_ppm"], MILLION)))
+                for r, p in zip(usual[3:], of, strict=True)
+            ]
             roads.append((protocol["name"], of[0]["latency_ns"] if inside else usual[1], of[1]["latency_ns"], *part))
         return roads
 
@@ -427,11 +508,20 @@ class Costs:
             ways = [("", twice * (inner_ns * (ranks - nodes) + outer_ns * (nodes - 1) + time_at(sent, rate)))]
             part = lambda whole, ppm: max(1, nearest(Fraction(whole * ppm, MILLION)))  # noqa: E731
             if kind == "all_reduce" and "tree" in algorithms:
-                ways.append(("tree", 2 * (inner_ns * (most - 1) + outer_ns * levels + time_at(amount, part(rate, 900_000)))))
+                ways.append(
+                    ("tree", 2 * (inner_ns * (most - 1) + outer_ns * levels + time_at(amount, part(rate, 900_000))))
+                )
             if kind != "all_reduce" and nodes > 1 and most == 1 and "pat" in algorithms:
-                ways.append(("pat", nearest(Fraction(outer_ns * levels * 2, 7)) + 2800 * ranks + time_at(sent, part(rate, 750_000))))
+                ways.append(
+                    (
+                        "pat",
+                        nearest(Fraction(outer_ns * levels * 2, 7)) + 2800 * ranks + time_at(sent, part(rate, 750_000)),
+                    )
+                )
             if kind == "all_reduce" and most > 2 and not protocol and "nvls" in algorithms:
-                inside = time_at(amount + up(Fraction(amount, most)), part(inner, links[0].get("nvls_rate_ppm", MILLION)))
+                inside = time_at(
+                    amount + up(Fraction(amount, most)), part(inner, links[0].get("nvls_rate_ppm", MILLION))
+                )
                 outside = 2 * time_at(amount, outer) if outer is not None else 0
                 ways.append(("nvls", 2 * (inner_ns + outer_ns * levels) + max(inside, outside)))
             for algorithm, time in ways:
@@ -504,7 +594,9 @@ class Fit:
 
     def points(self, kind, ranks):
         sizes = {
-            nearest(Fraction(p["full_tensor_bytes"] * ranks, base)) for base in self.bases(kind, ranks) for p in self.table(kind, base)["points"]
+            nearest(Fraction(p["full_tensor_bytes"] * ranks, base))
+            for base in self.bases(kind, ranks)
+            for p in self.table(kind, base)["points"]
         }
         points, longest = [], 0
         for size in sorted(s for s in sizes if s <= 1 << 53):
@@ -519,7 +611,7 @@ def plain(name):
 
 
 def class_of(name):
-    """As the page of the cluster document has the classes: the first that has the whole name, or a part of it."""
+    """The class, by the page of the cluster document: the first that has the whole name, or a part of it."""
     for entry in CLASSES:
         if plain(name) in entry["names"] or any(part in plain(name) for part in entry["parts"]):
             return entry["class"]
@@ -569,7 +661,9 @@ def efficiency(points, flops):
     b = next(i for i, p in enumerate(points) if p["flops"] > flops)
     low, high = points[b - 1], points[b]
     rise = high["efficiency_ppm"] - low["efficiency_ppm"]
-    return low["efficiency_ppm"] + nearest(Fraction(rise * (log(flops) - log(low["flops"])), log(high["flops"]) - log(low["flops"])))
+    return low["efficiency_ppm"] + nearest(
+        Fraction(rise * (log(flops) - log(low["flops"])), log(high["flops"]) - log(low["flops"]))
+    )
 
 
 def duration_in(points, amount):
@@ -596,7 +690,7 @@ def duration_in(points, amount):
 
 # ---- a step as work ----
 class Item:
-    """What the host issues at one place."""
+    """An item that the host issues at one place."""
 
     def __init__(self, where, kind, phase):
         self.where, self.kind, self.phase = where, kind, phase
@@ -655,15 +749,22 @@ def lower(document, costs, alive, index):
             item.stream = document.ref(instruction, "stream")
             if kind == "compute":
                 item.operators = [costs.operator(e) for e in segment["entries"] if e[0] == "op"]
-                item.host, item.work = 0 if costs.host.get("runs_kernels") else costs.host.get("operator_issue_ns", 0), "compute"
+                item.host, item.work = (
+                    0 if costs.host.get("runs_kernels") else costs.host.get("operator_issue_ns", 0),
+                    "compute",
+                )
                 reads = [document.at("unit", u) for u in segment.get("reads", [])]
                 makes = [document.at("unit", grad["unit"]) for grad in segment.get("grads", [])]
-                item.unit = (makes or reads or [document.at("unit", segment["unit"]) if "unit" in segment else item.unit])[0]
+                item.unit = (
+                    makes or reads or [document.at("unit", segment["unit"]) if "unit" in segment else item.unit]
+                )[0]
             elif kind in COLLECTIVES:
                 item.host, item.work = costs.host.get("collective_issue_ns", 0), "collective"
                 if costs.host.get("runs_kernels"):
                     whole = sum(document.buffers[document.ref(instruction, "src")]["parts_bytes"])
-                    item.host += costs.move(2 * whole) * ((kind == "reduce_scatter") + (instruction.get("divisor", 1) != 1))
+                    item.host += costs.move(2 * whole) * (
+                        (kind == "reduce_scatter") + (instruction.get("divisor", 1) != 1)
+                    )
                 item.group = document.ref(instruction, "communicator")
                 item.duration, item.link, item.source = costs.collective(instruction)
                 item.turn = turns[item.group]
@@ -687,7 +788,9 @@ def lower(document, costs, alive, index):
                         item.duration, item.host = item.duration + item.host, 0
             elif kind == "allocate":
                 item.stream = None
-                item.host = costs.host.get("allocate_ns", 0) * len(document.buffers[document.ref(instruction, "dst")]["parts_bytes"])
+                item.host = costs.host.get("allocate_ns", 0) * len(
+                    document.buffers[document.ref(instruction, "dst")]["parts_bytes"]
+                )
             elif kind in ("record", "wait", "host_wait"):
                 item.host = costs.host.get("event_ns", 0)
                 event = document.ref(instruction, "event")
@@ -772,7 +875,11 @@ class Machine:
 
     @staticmethod
     def holds_host(item):
-        return item.work in ("compute", "copy", "to_host", "to_device") and item.stream is not None or (item.kind == "wait" and item.stream == 0)
+        return (
+            item.work in ("compute", "copy", "to_host", "to_device")
+            and item.stream is not None
+            or (item.kind == "wait" and item.stream == 0)
+        )
 
     def room_for(self, item):
         """When so much of the item's stream is done that the rest and the item fit into its queue, or all before it."""
@@ -933,13 +1040,20 @@ class Machine:
         return ppm * 60 * left // (len(waiting) * load)
 
     def activity(self):
-        """What the device does now: the model before copies, copies before collectives, these before the host's link."""
+        """The device's activity now: the model before copies, copies before collectives, these before the host's
+        link."""
         doing = []
         for item in self.works("compute"):
-            doing.append(("0123"["forward backward optimizer".split().index(self.phases[item.phase])], self.phases[item.phase]))
+            doing.append(
+                ("0123"["forward backward optimizer".split().index(self.phases[item.phase])], self.phases[item.phase])
+            )
         doing += [("4", "copies") for _ in self.works("copy")]
         doing += [("5" + item.kind.replace("all_reduce", "z"), item.kind) for item in self.works("collective")]
-        doing += [("6", "host_link") for entry in self.active.values() if entry[0].work not in ("compute", "copy", "collective")]
+        doing += [
+            ("6", "host_link")
+            for entry in self.active.values()
+            if entry[0].work not in ("compute", "copy", "collective")
+        ]
         return min(doing)[1] if doing else "idle"
 
     def account(self, elapsed):

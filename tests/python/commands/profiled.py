@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two CPU ranks whose steps torch.profiler records, under real FSDP or a plan: `record(kind, plan, folder)` on a rank."""
+"""Two CPU ranks whose steps torch.profiler records, under real FSDP or a plan: `record(kind, plan, folder)` on a
+rank."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def _wrapped(kind: str, plan: str) -> nn.Module:
         from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-        return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}), device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}), device_id=torch.device("cpu")
+        )
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:
@@ -55,7 +58,9 @@ def record(kind: str, plan: str, folder: str) -> None:
         on_trace_ready=lambda made: made.export_chrome_trace(f"{folder}/rank{dist.get_rank()}.json.gz"),
     ) as running:
         for number in range(4):
-            tokens = torch.randint(CONFIG.vocabulary, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(number))
+            tokens = torch.randint(
+                CONFIG.vocabulary, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(number)
+            )
             loss_fn(model(tokens[:, :-1]), tokens[:, 1:]).backward()
             optimizer.step()
             optimizer.zero_grad()

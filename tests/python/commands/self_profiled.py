@@ -21,7 +21,9 @@ class Training:
         self.steps = 0
 
     def forward(self) -> torch.Tensor:
-        tokens = torch.randint(CONFIG.vocabulary, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(self.steps))
+        tokens = torch.randint(
+            CONFIG.vocabulary, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(self.steps)
+        )
         return loss_fn(self.model(tokens[:, :-1]), tokens[:, 1:])
 
     def step(self) -> float:
@@ -34,7 +36,8 @@ class Training:
 
 
 def profiled_steps(plan: str, folder: str) -> dict:
-    """Writes rankN.json and both.json. The number of steps that it took, and whether losses are those of the same training without a profile."""
+    """Writes rankN.json and both.json. The number of steps that it took, and whether losses are those of the same
+    training without a profile."""
     training, plain = Training(plan), Training(plan)
     with sp.profile(training.model, steps=3, warmup=1) as profile:
         losses = []
@@ -42,7 +45,11 @@ def profiled_steps(plan: str, folder: str) -> dict:
             losses.append(training.step())
     profile.save(f"{folder}/rank{dist.get_rank()}.json")
     profile.save(f"{folder}/both.json", all_ranks=True)
-    return {"steps": training.steps, "equal": losses == [plain.step() for _ in losses], "same": profile.report() == profile.report()}
+    return {
+        "steps": training.steps,
+        "equal": losses == [plain.step() for _ in losses],
+        "same": profile.report() == profile.report(),
+    }
 
 
 def raised(function, *arguments, **options) -> str:
@@ -54,10 +61,15 @@ def raised(function, *arguments, **options) -> str:
 
 
 def misuse(plan: str) -> dict[str, str]:
-    """What is said, by what was done."""
+    """Messages by what was done."""
     training = Training(plan)
     said = {}
-    for name, options in (("steps", {"steps": 0}), ("warmup", {"warmup": -1}), ("float", {"steps": 2.0}), ("bool", {"steps": True})):
+    for name, options in (
+        ("steps", {"steps": 0}),
+        ("warmup", {"warmup": -1}),
+        ("float", {"steps": 2.0}),
+        ("bool", {"steps": True}),
+    ):
         said[name] = raised(sp.profile, training.model, **options)
     said["no plan"] = raised(sp.profile, nn.Linear(2, 2))
     with sp.profile(training.model, quiet=True) as profile:
@@ -100,7 +112,10 @@ def given_up(plan: str) -> dict:
         while not profile.done:
             training.step()
     report = profile.report()
-    return {"steps": len(report["measured"]["steps_ns"]), "notes": report["notes"], "instructions": len(report["instructions"])}
+    return {
+        "steps": len(report["measured"]["steps_ns"]), "notes": report["notes"],
+        "instructions": len(report["instructions"]),
+    }
 
 
 def failing(plan: str) -> str:
@@ -131,4 +146,7 @@ def following_another_plan(plan: str) -> dict:
             training.step()
     report = profile.report()
     reduced = {one["unit"] for one in report["instructions"] if one["kind"] == "reduce_scatter"}
-    return {"steps": len(report["measured"]["steps_ns"]), "reduced": sorted(reduced), "text": json.dumps(report["plan_digest"])}
+    return {
+        "steps": len(report["measured"]["steps_ns"]), "reduced": sorted(reduced),
+        "text": json.dumps(report["plan_digest"]),
+    }

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`shardplan calibrate`: real measurements of this machine's CPU, whatever they are, become a cluster document that simulates."""
+"""`shardplan calibrate`: real measurements of this machine's CPU, whatever they are, become a cluster document that
+simulates."""
 
 import json
 import os
@@ -14,7 +15,9 @@ COMMAND = build_folder() / "bin" / "shardplan"
 
 def calibrate(*arguments, **environment):
     environment = os.environ | {"SHARDPLAN_PYTHON": sys.executable} | environment
-    return subprocess.run([COMMAND, "calibrate", *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(
+        [COMMAND, "calibrate", *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment
+    )
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +26,10 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("calibrate")
     path, cluster = folder / "m.json", folder / "c.json"
     only = "host,matmul,memory,collectives,issue"
-    done = calibrate("--device", "cpu", "--ranks", 2, "--threads", 1, "--quick", "--seconds", 15, "--only", only, "--measured", path, "-o", cluster)
+    done = calibrate(
+        "--device", "cpu", "--ranks", 2, "--threads", 1, "--quick", "--seconds", 15, "--only", only, "--measured", path,
+        "-o", cluster,
+    )
     assert done.returncode == 0, done.stderr
     return path, cluster
 
@@ -66,7 +72,11 @@ def test_from_measurements_alone_gives_the_same_document(measured, tmp_path):
 def test_a_plan_is_simulated_with_it_and_has_an_interval(measured, tmp_path):
     trace = ROOT / "examples" / "three_layers" / "trace.json"
     plan = tmp_path / "plan.json"
-    made = subprocess.run([COMMAND, "plan", trace, "--cluster", measured[1], "--policy", "fsdp2", "--unit", "layers.*", "-o", plan], capture_output=True, text=True)
+    made = subprocess.run(
+        [COMMAND, "plan", trace, "--cluster", measured[1], "--policy", "fsdp2", "--unit", "layers.*", "-o", plan],
+        capture_output=True,
+        text=True,
+    )
     assert made.returncode == 0, made.stderr
     done = subprocess.run([COMMAND, "simulate", plan, "--sensitivity"], capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
@@ -77,8 +87,14 @@ def test_a_plan_is_simulated_with_it_and_has_an_interval(measured, tmp_path):
 def test_what_fails_is_noted_and_the_rest_is_measured(tmp_path):
     """A rank that cannot join (its store's folder is gone) leaves the measurements of the device."""
     out = tmp_path / "m.json"
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "SHARDPLAN_CALIBRATE_STORE": str(tmp_path / "nowhere" / "deeper")}
-    done = calibrate("--device", "cpu", "--quick", "--threads", 1, "--only", "host,collectives", "--seconds", 5, "--measured", out, **environment)
+    environment = {
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+        "SHARDPLAN_CALIBRATE_STORE": str(tmp_path / "nowhere" / "deeper"),
+    }
+    done = calibrate(
+        "--device", "cpu", "--quick", "--threads", 1, "--only", "host,collectives", "--seconds", 5, "--measured", out,
+        **environment,
+    )
     assert done.returncode == 1, done.stderr
     document = json.loads(out.read_text())
     assert [entry["what"] for entry in document["failed"]] == ["join"]
@@ -86,12 +102,24 @@ def test_what_fails_is_noted_and_the_rest_is_measured(tmp_path):
     assert "collectives" not in document
 
 
+def test_the_cluster_has_the_multiprocessors_of_the_measured_gpu(tmp_path):
+    measured = json.loads((ROOT / "tools" / "clusters" / "measured" / "h200_sxm.json").read_text())
+    measured["device"]["multiprocessors"] = 130
+    (tmp_path / "m.json").write_text(json.dumps(measured))
+    done = calibrate("--from", tmp_path / "m.json", "-o", tmp_path / "c.json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "c.json").read_text())["device"]["multiprocessors"] == 130
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("[1, 2", ["cannot be read"]),
         ('{"schema": "shardplan.cluster/1"}', ["/schema", "shardplan.measured/1"]),
-        ('{"schema": "shardplan.measured/1", "device": {"memory_bytes": 1}, "matmul": [{"m": 3}]}', ["/matmul/0", "dtype"]),
+        (
+            '{"schema": "shardplan.measured/1", "device": {"memory_bytes": 1}, "matmul": [{"m": 3}]}',
+            ["/matmul/0", "dtype"],
+        ),
         ('{"schema": "shardplan.measured/1", "device": {}}', ["memory_bytes"]),
     ],
 )

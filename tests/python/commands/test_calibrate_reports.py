@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`shardplan calibrate --from measured.json`: figures that made a step are found in it, each one or several, and what it does not tell stays."""
+"""`shardplan calibrate --from measured.json`: figures that made a step are found in it, each one or several, and what
+it does not tell stays."""
 
 import json
 import math
@@ -23,7 +24,9 @@ def plan(shardplan, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     trace = folder / "trace.json"
     trace.write_bytes(gzip.decompress((PROFILES / "large_trace.json.gz").read_bytes()))
-    done = shardplan("plan", trace, "--cluster", "h100_sxm_64_100g", "--ranks", "16", *FLAGS, "-q", "-o", folder / "plan.json")
+    done = shardplan(
+        "plan", trace, "--cluster", "h100_sxm_64_100g", "--ranks", "16", *FLAGS, "-q", "-o", folder / "plan.json"
+    )
     assert done.returncode == 0, done.stderr
     return folder / "plan.json"
 
@@ -47,7 +50,10 @@ def said(text):
 
 
 def factors_in(text):
-    return {match[1]: (float(match[2]), match[3]) for match in re.finditer(r"^  (\w+) +x ([\d.]+) \(.*?\): (.*)$", text, re.MULTILINE)}
+    return {
+        match[1]: (float(match[2]), match[3])
+        for match in re.finditer(r"^  (\w+) +x ([\d.]+) \(.*?\): (.*)$", text, re.MULTILINE)
+    }
 
 
 @pytest.mark.parametrize(
@@ -71,17 +77,25 @@ def test_the_figures_that_made_a_step_are_found(factors, shardplan, plan, tmp_pa
     else:
         assert "no figure is to blame" in done.stderr
     # The fitted cluster predicts the step.
-    fitted = json.loads(shardplan("simulate", plan, "--cluster", tmp_path / "fitted.json", "-q", "--report", "-").stdout)
+    fitted = json.loads(
+        shardplan("simulate", plan, "--cluster", tmp_path / "fitted.json", "-q", "--report", "-").stdout
+    )
     assert fitted["step_ns"] == pytest.approx(json.loads(report.read_text())["step_ns"], rel=0.02)
     compared = shardplan("compare", plan, report, "--cluster", tmp_path / "fitted.json", "-q")
     assert compared.returncode == 0, compared.stderr
     again = shardplan("calibrate", "--from", report, "--plan", plan, "-o", tmp_path / "again.json")
-    assert said(again.stderr) == said(done.stderr) and (tmp_path / "again.json").read_bytes() == (tmp_path / "fitted.json").read_bytes()
+    assert (
+        said(again.stderr) == said(done.stderr)
+        and (tmp_path / "again.json").read_bytes() == (tmp_path / "fitted.json").read_bytes()
+    )
 
 
 def test_only_what_is_asked_is_changed(shardplan, plan, tmp_path):
     report = measured_on(shardplan, plan, {"matmul": 0.8, "attention": 0.8}, tmp_path / "measured.json")
-    done = shardplan("calibrate", "--from", report, "--plan", plan, "--figures", "clock", "--name", "mine", "-o", tmp_path / "fitted.json")
+    done = shardplan(
+        "calibrate", "--from", report, "--plan", plan, "--figures", "clock", "--name", "mine", "-o",
+        tmp_path / "fitted.json",
+    )
     assert done.returncode == 0, done.stderr
     assert factors_in(done.stderr).keys() == {"clock"}
     made = json.loads((tmp_path / "fitted.json").read_text())

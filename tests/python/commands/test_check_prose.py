@@ -31,8 +31,66 @@ LONG = "A " + "word " * 34 + "more."
 def test_sentences(tmp_path, monkeypatch, text, long, openings):
     monkeypatch.setattr(check_prose, "ROOT", tmp_path)
     (tmp_path / "page.md").write_text(text + "\n")
-    found = check_prose.faults("*.md")
+    found = check_prose.faults([tmp_path / "page.md"], "guide")
     assert (len(found["long"]), len(found["openings"])) == (long, openings), found
+
+
+CPP = """// SPDX-License-Identifier: Apache-2.0
+// A header. Of two
+// lines, one thought.
+//    Of a drawing.
+#include "a.h"
+
+const char* kText = "// Of no comment";
+int a;  // As many.
+int b;  // Small, and
+        // Where it goes on
+// Those of the next.
+int c = R"(
+// Of a raw string)" [0];
+"""
+PYTHON = """#!/usr/bin/env python3
+\"\"\"Of a module.
+
+    Of code.
+
+name: what it is
+other: Whose it is.
+\"\"\"
+# What a comment
+# says. Those count.
+text = "# Of no comment"
+
+
+def function():
+    \"\"\"What it does.\"\"\"
+    return "Of a string"  # As ever
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "room", "text", "openings"),
+    [
+        ("a.h", "c++/schemas", CPP, ["Of two lines, one thought.", "As many.", "Those of the next."]),
+        (
+            "a.py",
+            "python/tools",
+            PYTHON,
+            ["What a comment says.", "Those count.", "As ever", "Of a module.", "Whose it is.", "What it does."],
+        ),
+    ],
+)
+def test_sentences_of_comments_and_docstrings(tmp_path, monkeypatch, name, room, text, openings):
+    monkeypatch.setattr(check_prose, "ROOT", tmp_path)
+    (tmp_path / name).write_text(text)
+    assert [row.split(": ", 1)[1] for row in check_prose.faults([tmp_path / name], room)["openings"]] == openings
+
+
+def test_a_long_comment_is_counted_over_its_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_prose, "ROOT", tmp_path)
+    words = LONG.split()
+    (tmp_path / "a.cc").write_text(f"// {' '.join(words[:20])}\n// {' '.join(words[20:])}\n")
+    assert len(check_prose.faults([tmp_path / "a.cc"], "c++/tools")["long"]) == 1
 
 
 def test_the_guide_has_no_long_sentence():

@@ -10,8 +10,10 @@ from conftest import ROOT
 TRACE = ROOT / "examples" / "three_layers" / "trace.json"
 CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
 COMMANDS = (
-    "sweep evaluate memory rehearse trace plan optimize certify validate simulate cost calibrate import-profile allocator-replay explain explain-memory compare diff show run export conformance layout reshard reshard-checkpoint doctor".split()
-)
+    "sweep evaluate memory rehearse trace plan optimize certify validate simulate cost calibrate import-profile "
+    "allocator-replay explain explain-memory compare diff show run export conformance layout reshard "
+    "reshard-checkpoint doctor"
+).split()
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +103,13 @@ def test_a_full_disk_exits_4_and_leaves_nothing(shardplan):
 
         from conftest import build_folder
 
-        done = subprocess.run([build_folder() / "bin" / "shardplan", "plan", TRACE, "--cluster", CLUSTER, "-q", "-o", "-"],
-                              stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ)
+        done = subprocess.run(
+            [build_folder() / "bin" / "shardplan", "plan", TRACE, "--cluster", CLUSTER, "-q", "-o", "-"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ,
+        )
     assert done.returncode == 4, done.stderr
     assert "space" in done.stderr
 

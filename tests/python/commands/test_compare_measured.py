@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`simulate --kineto` and `compare PLAN MEASURED`: what is written as a profile is read back as what was simulated, by us and by HTA, and two sides that differ by
-known amounts differ by these."""
+"""`simulate --kineto` and `compare PLAN MEASURED`: what is written as a profile is read back as what was simulated, by
+us and by HTA, and two sides that differ by known amounts differ by these."""
 
 import copy
 import gzip
@@ -77,14 +77,21 @@ def test_what_was_simulated_is_read_back(name, shardplan, planned, tmp_path):
     assert activities[1] == {activity: near(time, 2000) for activity, time in activities[0].items()}
     assert sum(activities[0].values()) == report["step_ns"]
     facts = ("kind", "communicator", "count", "full_tensor_bytes")
-    assert [[entry[f] for f in facts] for entry in measured["collectives"]] == [[entry[f] for f in facts] for entry in report["collectives"]]
+    assert [[entry[f] for f in facts] for entry in measured["collectives"]] == [
+        [entry[f] for f in facts] for entry in report["collectives"]
+    ]
     for ours, its in zip(report["collectives"], measured["collectives"], strict=True):
         assert its["busy_ns"] == near(ours["busy_ns"], 10) and its["exposed_ns"] == near(ours["exposed_ns"], 2000)
-    kernels = [{(entry["kind"], entry["phase"]): (entry["count"], entry["busy_ns"]) for entry in one["operators"]} for one in (report, measured)]
+    kernels = [
+        {(entry["kind"], entry["phase"]): (entry["count"], entry["busy_ns"]) for entry in one["operators"]}
+        for one in (report, measured)
+    ]
     assert kernels[0].keys() == kernels[1].keys()
     for key, (count, busy) in kernels[0].items():
-        # What collectives slow is spread over a pass there, over a segment here.
-        assert kernels[1][key][0] == count and kernels[1][key][1] == pytest.approx(busy, rel=0.06, abs=0.003 * report["step_ns"]), key
+        # Time lost to collectives is spread over a pass there, over a segment here.
+        assert kernels[1][key][0] == count and kernels[1][key][1] == pytest.approx(
+            busy, rel=0.06, abs=0.003 * report["step_ns"]
+        ), key
     assert measured["measured"]["collectives_beside_plan"] == measured["measured"]["collectives_missing"] == 0
     assert measured["memory"]["peak_bytes"] == report["memory"]["peak_bytes"]
 
@@ -98,7 +105,13 @@ def test_the_profile_is_the_same_each_time_and_in_either_form(shardplan, planned
     assert gzip.decompress((tmp_path / "a.json.gz").read_bytes()).decode() == (tmp_path / "c.json").read_text() == text
     events = json.loads(text)["traceEvents"]
     names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
-    assert {"FSDP::root_pre_forward", "FSDP::all_gather (blocks.1)", "FSDP::post_backward_reduce (blocks.2)", "Optimizer.step#AdamW.step", "ProfilerStep#0"} <= names
+    assert {
+        "FSDP::root_pre_forward",
+        "FSDP::all_gather (blocks.1)",
+        "FSDP::post_backward_reduce (blocks.2)",
+        "Optimizer.step#AdamW.step",
+        "ProfilerStep#0",
+    } <= names
     launches = {event["args"]["correlation"]: event for event in events if event.get("cat") == "cuda_runtime"}
     for event in events:
         if event.get("cat") == "kernel":
@@ -107,7 +120,8 @@ def test_the_profile_is_the_same_each_time_and_in_either_form(shardplan, planned
 
 
 def test_hta_reads_it(shardplan, planned, tmp_path):
-    """Meta's HolisticTraceAnalysis counts NCCL's kernels as communication and all others as compute: FSDP's copies, too."""
+    """Meta's HolisticTraceAnalysis counts NCCL's kernels as communication and all others as compute: FSDP's copies,
+    too."""
     if not (pathlib.Path(sys.prefix) / "requirements-alone.stamp").exists():
         pytest.skip("an environment that tools/setup did not make")
     from hta import trace_analysis
@@ -118,7 +132,11 @@ def test_hta_reads_it(shardplan, planned, tmp_path):
     report = simulated(shardplan, plan)
     analysis = trace_analysis.TraceAnalysis(trace_files={0: str(profile)}, trace_dir=str(tmp_path))
     assert trace_analysis.TraceAnalysis(trace_dir=str(tmp_path)).t.get_ranks() == [0]  # it finds the rank in the file
-    kernels = [event for event in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"] if event.get("cat") == "kernel"]
+    kernels = [
+        event
+        for event in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
+        if event.get("cat") == "kernel"
+    ]
     communication = sum(event["dur"] for event in kernels if event["name"].startswith("nccl"))
     shares, _ = analysis.get_gpu_kernel_breakdown(visualize=False)
     parts = shares[shares["kernel_type"].str.contains("COMMUNICATION")]["sum"].sum()  # alone, and over computation
@@ -138,16 +156,32 @@ def test_a_real_profile_beside_its_plan(shardplan, planned, tmp_path):
     plan = tmp_path / "plan.json"
     trace = tmp_path / "trace.json"
     trace.write_bytes(gzip.decompress((PROFILES / "trace.json.gz").read_bytes()))
-    answer(shardplan("plan", trace, "--cluster", "h200_8", "--ranks", "2", "--optimizer", "adamw", *PLANS["fsdp2"], "-q", "-o", plan))
+    answer(
+        shardplan(
+            "plan", trace, "--cluster", "h200_8", "--ranks", "2", "--optimizer", "adamw", *PLANS["fsdp2"], "-q", "-o",
+            plan,
+        )
+    )
     measured = tmp_path / "measured.json"
-    answer(shardplan("import-profile", PROFILES / "fsdp2_rank0.json.gz", PROFILES / "fsdp2_rank1.json.gz", "--snapshot", PROFILES / "fsdp2_rank0.pickle.gz",
-                     "--plan", plan, "-q", "-o", measured))  # fmt: skip
-    text = answer(shardplan("compare", plan, measured, "--json", tmp_path / "c.json", "--html", tmp_path / "c.html", "-q"))
+    answer(
+        shardplan(
+            "import-profile", PROFILES / "fsdp2_rank0.json.gz", PROFILES / "fsdp2_rank1.json.gz", "--snapshot",
+            PROFILES / "fsdp2_rank0.pickle.gz", "--plan", plan, "-q", "-o", measured,
+        )
+    )
+    text = answer(
+        shardplan("compare", plan, measured, "--json", tmp_path / "c.json", "--html", tmp_path / "c.html", "-q")
+    )
     made = json.loads((tmp_path / "c.json").read_text())
     for side in ("predicted_ns", "measured_ns"):
         assert sum(entry[side] for entry in made["activities"]) == made[side]
     assert "longer than predicted; " in text and "all_gather" in text and "waited for others" in text
-    assert made["memory"] == [{"category": "allocated", "predicted_bytes": made["memory"][0]["predicted_bytes"], "measured_bytes": 351_054_848}]
+    assert made["memory"] == [
+        {
+            "category": "allocated", "predicted_bytes": made["memory"][0]["predicted_bytes"],
+            "measured_bytes": 351_054_848,
+        }
+    ]
     page = (tmp_path / "c.html").read_text()
     assert "compute, predicted" in page and "compute, measured" in page and "NVIDIA H200" in page
     # On a cluster of its own figures.
@@ -173,7 +207,9 @@ def test_known_differences_are_found(shardplan, planned, tmp_path):
     slower["step_ns"] += 5_000_000
     next(entry for entry in slower["activities"] if entry["activity"] == "all_gather")["time_ns"] += 4_000_000
     next(entry for entry in slower["activities"] if entry["activity"] == "forward")["time_ns"] += 1_000_000
-    next(entry for entry in slower["operators"] if (entry["kind"], entry["phase"]) == ("matmul", "forward"))["busy_ns"] += 1_000_000
+    next(entry for entry in slower["operators"] if (entry["kind"], entry["phase"]) == ("matmul", "forward"))[
+        "busy_ns"
+    ] += 1_000_000
     slower["units"][2]["forward_ns"] += 1_000_000
     slower["world_size"] += 8
     text = compared(slower).stdout

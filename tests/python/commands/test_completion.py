@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `shardplan --completion` prints completes commands, their flags (those of programs in Python, too) and files."""
+"""The script of `shardplan --completion` completes commands, their flags (those of programs in Python, too) and
+files."""
 
 import subprocess
 
@@ -8,9 +9,12 @@ from writers import commands, program
 
 
 def completed(*words: str, cwd=None) -> list[str]:
-    """Of the last word, by bash."""
+    """Completions of the last word, by bash."""
     line = " ".join(f"'{word}'" for word in (program(), *words))
-    script = f'eval "$({program()} --completion bash)"; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shardplan; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    script = (
+        f'eval "$({program()} --completion bash)"; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shardplan; printf '
+        f'"%s\\n" "${{COMPREPLY[@]}}"'
+    )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=cwd)
     return done.stdout.split()
 
@@ -20,7 +24,10 @@ def test_commands_are_completed():
     assert completed("explain-") == ["explain-memory"]
 
 
-@pytest.mark.parametrize(("command", "begin", "flags"), [("plan", "--write", ["--write-strategy"]), ("sweep", "--clus", ["--cluster"]), ("plan", "--cluster=", [])])
+@pytest.mark.parametrize(
+    ("command", "begin", "flags"),
+    [("plan", "--write", ["--write-strategy"]), ("sweep", "--clus", ["--cluster"]), ("plan", "--cluster=", [])],
+)
 def test_flags_are_completed(command, begin, flags):
     assert completed(command, begin) == flags
 

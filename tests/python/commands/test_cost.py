@@ -14,7 +14,9 @@ from conftest import build_folder
 
 COMMAND = build_folder() / "bin" / "shardplan"
 ROOT = Path(__file__).resolve().parents[3]
-COLLECTIVE_COLUMNS = ["device", "collective", "concurrent_groups", "ranks_per_group", "full_tensor_bytes", "duration_ns"]
+COLLECTIVE_COLUMNS = [
+    "device", "collective", "concurrent_groups", "ranks_per_group", "full_tensor_bytes", "duration_ns",
+]
 MATMUL_COLUMNS = ["device", "dtype", "batch", "m", "n", "k", "duration_ns"]
 SEED = 20261
 
@@ -88,8 +90,14 @@ def grid_rows(device="grid"):
     def time(output, inner):
         return 5_000 + output / 500 + output * inner / 400_000
 
-    shapes = [(b, m, n, k) for b in (1, 2) for m in (256, 512, 1024) for n in (256, 512, 1024) for k in (256, 512, 1024, 2048)]
-    return [[device, dtype, b, m, n, k, round(time(b * m * n, k) * (2 if dtype == "f32" else 1))] for dtype in ("bf16", "f32") for b, m, n, k in shapes]
+    shapes = [
+        (b, m, n, k) for b in (1, 2) for m in (256, 512, 1024) for n in (256, 512, 1024) for k in (256, 512, 1024, 2048)
+    ]
+    return [
+        [device, dtype, b, m, n, k, round(time(b * m * n, k) * (2 if dtype == "f32" else 1))]
+        for dtype in ("bf16", "f32")
+        for b, m, n, k in shapes
+    ]
 
 
 def test_shapes_that_are_left_out_are_predicted(tmp_path):
@@ -104,10 +112,16 @@ def test_shapes_that_are_left_out_are_predicted(tmp_path):
 
 def test_a_cluster_is_fitted_and_predicts_what_it_is_from(tmp_path):
     base = {
-        "schema": "shardplan.cluster/1", "name": "mine", "ranks": 16, "ranks_per_node": 16,
-        "device": {"name": "d", "memory_bytes": 1, "table_name": "ring", "matmul": [{"dtype": "bfloat16", "flops_per_second": 1000}]},
+        "schema": "shardplan.cluster/1",
+        "name": "mine",
+        "ranks": 16,
+        "ranks_per_node": 16,
+        "device": {
+            "name": "d", "memory_bytes": 1, "table_name": "ring",
+            "matmul": [{"dtype": "bfloat16", "flops_per_second": 1000}],
+        },
         "links": [{"name": "inner", "bytes_per_second": 1}],
-    }  # fmt: skip
+    }
     (tmp_path / "base.json").write_text(json.dumps(base))
     collectives = table(tmp_path / "c.csv", COLLECTIVE_COLUMNS, ring_rows() + ring_rows(device="other"))
     matmuls = table(tmp_path / "m.csv", MATMUL_COLUMNS, grid_rows("ring"))
@@ -137,7 +151,9 @@ def shipped(name="h100_sxm_64"):
 
 def ring_of(kind, ranks, nodes=1):
     """Rows of a slow machine."""
-    return [["h100-sxm", kind, 1, ranks, 1 << power, 100_000 + (1 << power) // (50 // nodes)] for power in range(20, 34)]
+    return [
+        ["h100-sxm", kind, 1, ranks, 1 << power, 100_000 + (1 << power) // (50 // nodes)] for power in range(20, 34)
+    ]
 
 
 def test_rows_of_another_device_are_refused_or_taken(tmp_path):
@@ -157,7 +173,9 @@ def test_rows_of_another_device_are_refused_or_taken(tmp_path):
     assert matmuls.returncode == 3 and "abacus" in matmuls.stderr
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("all-reduce", 16), ("all-gather", 32), ("reduce-scatter", 4), ("all-gather", 2)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("all-reduce", 16), ("all-gather", 32), ("reduce-scatter", 4), ("all-gather", 2)]
+)
 def test_what_nobody_measured_stays(tmp_path, kind, ranks):
     rows = ring_of(kind, ranks, max(1, ranks // 8))
     done, document = fit(tmp_path, rows)
@@ -174,8 +192,12 @@ def test_what_nobody_measured_stays(tmp_path, kind, ranks):
     assert errors(again.stdout)["from 16 MiB"][1] == 0 and f"measured {ranks} ranks" in again.stdout
     for line in ("changed", "stayed", "step"):
         assert re.search(f"^{line} ", done.stdout, re.M), done.stdout
-    # Nine tables of two, four and eight ranks (the rows are of one group at once, those of two and four are not), and two links.
-    assert len(re.findall("^stayed +all_|^stayed +reduce_", done.stdout, re.M)) == 9 and len(re.findall("^stayed +link", done.stdout, re.M)) == 2
+    # Nine tables of two, four and eight ranks (the rows are of one group at once, those of two and four are not), and
+    # two links.
+    assert (
+        len(re.findall("^stayed +all_|^stayed +reduce_", done.stdout, re.M)) == 9
+        and len(re.findall("^stayed +link", done.stdout, re.M)) == 2
+    )
 
 
 def test_a_fit_says_how_the_step_of_a_node_moved(tmp_path):
@@ -189,7 +211,10 @@ def test_a_fit_says_how_the_step_of_a_node_moved(tmp_path):
     trace = ROOT / "tools/clusters/reference/llama_4_layers.json"
     for cluster, step in (("h100_sxm_8", was), (tmp_path / "mine.json", is_now)):
         plan = tmp_path / "plan.json"
-        arguments = [COMMAND, "plan", trace, "--cluster", cluster, "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "-o", plan, "-q"]
+        arguments = [
+            COMMAND, "plan", trace, "--cluster", cluster, "--param-dtype", "bfloat16", "--reduce-dtype", "float32",
+            "-o", plan, "-q",
+        ]
         assert subprocess.run(arguments).returncode == 0
         told = subprocess.run([COMMAND, "simulate", plan], capture_output=True, text=True).stdout
         assert f"{step} ms" in re.search("^  step .*$", told, re.M)[0], told
@@ -207,10 +232,16 @@ def test_the_rows_of_known_devices_are_reported_beside_unknown_ones(tmp_path):
 
 
 def test_a_group_over_nodes_is_predicted_where_it_lies(tmp_path):
-    rows = [["h100-sxm", "all-reduce", 1, 16, 1 << 30, 7_000_000], ["h100-sxm", "all-to-all", 1, 16, 1 << 30, 7_000_000], ["h100-sxm", "send-recv", 1, 8, 1 << 30, 7_000_000]]
+    rows = [
+        ["h100-sxm", "all-reduce", 1, 16, 1 << 30, 7_000_000],
+        ["h100-sxm", "all-to-all", 1, 16, 1 << 30, 7_000_000],
+        ["h100-sxm", "send-recv", 1, 8, 1 << 30, 7_000_000],
+    ]
     done = cost(table(tmp_path / "c.csv", COLLECTIVE_COLUMNS, rows))
     assert done.returncode == 0, done.stderr
-    assert [" ".join(line.split()[8:10]) for line in done.stdout.splitlines()[1:4]] == ["alpha-beta network", "alpha-beta network", "alpha-beta nvlink"]
+    assert [" ".join(line.split()[8:10]) for line in done.stdout.splitlines()[1:4]] == [
+        "alpha-beta network", "alpha-beta network", "alpha-beta nvlink",
+    ]
     columns = [*COLLECTIVE_COLUMNS, "nodes"]
     done = cost(table(tmp_path / "n.csv", columns, [["h100-sxm", "all-gather", 1, 8, 1 << 30, 7_000_000, 2]]))
     assert "network" in done.stdout and done.returncode == 0
@@ -231,7 +262,12 @@ def test_shipped_devices_answer_by_the_name_of_the_tables(tmp_path):
     ("text", "arguments", "code", "words"),
     [
         ("device,collective\n", [], 3, ["/line/1", "concurrent_groups"]),
-        (",".join(COLLECTIVE_COLUMNS) + "\nd,all-gather,1,2,1024,x\n", ["--leave-out", "size"], 3, ["/line/2", "duration_ns", "x"]),
+        (
+            ",".join(COLLECTIVE_COLUMNS) + "\nd,all-gather,1,2,1024,x\n",
+            ["--leave-out", "size"],
+            3,
+            ["/line/2", "duration_ns", "x"],
+        ),
         (",".join(MATMUL_COLUMNS) + "\nd,bf16,1,2,3,4,5\n", ["--leave-out", "size"], 2, ["shape"]),
         (",".join(COLLECTIVE_COLUMNS) + "\nd,all-gather,1,2,1024,9\n", ["--leave-out", "shape"], 2, ["size or group"]),
         (",".join(COLLECTIVE_COLUMNS) + "\nd,all-gather,1,2,1024,9\n", ["--fit", "h100_sxm_8"], 2, ["-o"]),

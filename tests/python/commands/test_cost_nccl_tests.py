@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`shardplan cost` of what nccl-tests prints: a printer here that follows src/util.cu and src/common.cu of 2.19.6 (and of 2.10, whose
-head has no program, no version and no `root`), and what is read of it."""
+"""`shardplan cost` of what nccl-tests prints: a printer here that follows src/util.cu and src/common.cu of 2.19.6 (and
+of 2.10, whose head has no program, no version and no `root`), and what is read of it."""
 
 import json
 import random
@@ -13,7 +13,10 @@ from conftest import build_folder
 COMMAND = build_folder() / "bin" / "shardplan"
 SEED = 7
 H100 = "NVIDIA H100 80GB HBM3"
-NAMES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce", "alltoall": "all-to-all", "sendrecv": "send-recv"}
+NAMES = {
+    "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce",
+    "alltoall": "all-to-all", "sendrecv": "send-recv",
+}
 
 
 def number(value, width):
@@ -37,7 +40,10 @@ def devices(hosts, each=None, groups=None, device=H100):
     for rank, host in enumerate(hosts):
         local = sum(other == host for other in hosts[:rank])
         group = f" Group {groups[rank] if groups else 0:2d}"
-        lines.append(f"#  Rank {rank:2d}{each.get('group', group)} Pid {1000 + rank:6d} on {host:>10} device {local:2d} [0000:{local:02x}:00] {device}\n")
+        lines.append(
+            f"#  Rank {rank:2d}{each.get('group', group)} Pid {1000 + rank:6d} on {host:>10} device {local:2d} "
+            f"[0000:{local:02x}:00] {device}\n"
+        )
     return "".join(lines)
 
 
@@ -46,30 +52,61 @@ def run(kind, hosts, rows, named=True, groups=None, per_iteration=False, stamps=
     ranks = groups.count(groups[0]) if groups else len(hosts)
     text = "# nccl-tests version 2.19.6 nccl-headers=23004 nccl-library=23004\n" if named else ""
     text += f"# Collective test starting: {kind}_perf\n" if named else ""
-    text += "# nThread 1 nGpus 1 minBytes 8 maxBytes 17179869184 step: 2(factor) warmup iters: 1 iters: 20 agg iters: 1 validation: 1 graph: 0 unalign: 0\n#\n"
+    text += (
+        "# nThread 1 nGpus 1 minBytes 8 maxBytes 17179869184 step: 2(factor) warmup iters: 1 iters: 20 agg iters: 1 "
+        "validation: 1 graph: 0 unalign: 0\n#\n"
+    )
     text += "# Using devices\n" + devices(hosts, groups=groups, device=device) + "#\n"
     more = ["i_min", "i_max", "i_p99", "i_cv%"] if per_iteration else []
     time = "cputime" if cputime else "time"
-    text += "#                                                              out-of-place                       in-place          \n"
-    text += "# " + "  ".join(["      size", "count", "type", "redop", "root", *([time, "algbw", "busbw", "#wrong", *more] * 2)]) + (" timestamp" if stamps else "") + "\n"
-    text += "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)       \n"
+    text += (
+        "#                                                              out-of-place                       in-place   "
+        "       \n"
+    )
+    text += (
+        "# "
+        + "  ".join(["      size", "count", "type", "redop", "root", *([time, "algbw", "busbw", "#wrong", *more] * 2)])
+        + (" timestamp" if stamps else "")
+        + "\n"
+    )
+    text += (
+        "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  "
+        "(GB/s)       \n"
+    )
     redop = "sum" if kind in ("all_reduce", "reduce_scatter") else "none"
     tail = "     1.00     2.00     2.00     0.10" if per_iteration else ""
     for size, out, within in rows:
-        text += f"{size:12d}  {size // 4:12d}  {'float':>8}  {redop:>6}  {-1:6d}{body(kind, ranks, size, out)}{tail}{body(kind, ranks, size, within, 'N/A')}{tail}"
+        text += (
+            f"{size:12d}  {size // 4:12d}  {'float':>8}  {redop:>6}  "
+            f"{-1:6d}{body(kind, ranks, size, out)}{tail}{body(kind, ranks, size, within, 'N/A')}{tail}"
+        )
         text += f"{'2026-11-28 03:04:05':>21}\n" if stamps else "\n"
-    return text + f"# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 100.1\n#\n" + (f"# Collective test concluded: {kind}_perf\n" if named else "")
+    return (
+        text
+        + f"# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 100.1\n#\n"
+        + (f"# Collective test concluded: {kind}_perf\n" if named else "")
+    )
 
 
 def old_run(kind, hosts, rows):
-    """Of 2.10: no program, no group, `redop` without `root`, blank where there is none."""
-    text = "# nThread 1 nGpus 8 minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20 validation: 1 \n#\n# Using devices\n"
+    """Output of 2.10: no program, no group, `redop` without `root`, blank where there is none."""
+    text = (
+        "# nThread 1 nGpus 8 minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20 validation: 1 "
+        "\n#\n# Using devices\n"
+    )
     text += devices(hosts, each={"group": ""}, device="NVIDIA A100-SXM4-80GB") + "#\n"
-    text += "#       size         count      type   redop     time   algbw   busbw  error     time   algbw   busbw  error\n"
-    text += "#        (B)    (elements)                       (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)       \n"
+    text += (
+        "#       size         count      type   redop     time   algbw   busbw  error     time   algbw   busbw  error\n"
+    )
+    text += (
+        "#        (B)    (elements)                       (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)       \n"
+    )
     redop = "sum" if kind in ("all_reduce", "reduce_scatter") else ""
     for size, out, within in rows:
-        text += f"{size:12d}  {size // 4:12d}  {'float':>8}  {redop:>6}{body(kind, len(hosts), size, out, '0e+00')}{body(kind, len(hosts), size, within, '0e+00')}\n"
+        text += (
+            f"{size:12d}  {size // 4:12d}  {'float':>8}  "
+            f"{redop:>6}{body(kind, len(hosts), size, out, '0e+00')}{body(kind, len(hosts), size, within, '0e+00')}\n"
+        )
     return text
 
 
@@ -124,7 +161,7 @@ def test_several_runs_in_one_file_under_a_launcher(tmp_path):
     for tag in ("[1,0]<stdout>:", "0: ", " 3: "):
         tagged = "".join(tag + line for line in echoed.splitlines(keepends=True))
         assert read(tmp_path, tagged) == read(tmp_path, echoed), tag
-    # What the first run was says nothing of one that does not say it.
+    # A run that does not say its kind does not have that of the first run.
     (tmp_path / "two.log").write_text(parts[2] + unnamed)
     done = cost(tmp_path / "two.log", "--cluster", "h100_sxm_64")
     assert done.returncode == 3 and "--collective" in done.stderr
@@ -138,7 +175,9 @@ def test_the_kind_by_flag_by_reductions_and_by_the_files_name(tmp_path):
     for kind in ("all_reduce", "reduce_scatter"):
         assert read(tmp_path, run(kind, ["a"] * 8, rows, named=False)) == expected(kind, 8, rows)
         assert read(tmp_path, old_run(kind, ["a"] * 8, rows)) == expected(kind, 8, rows)
-    assert read(tmp_path, old_run("all_gather", ["a"] * 8, rows), "--collective", "all_gather") == expected("all_gather", 8, rows)
+    assert read(tmp_path, old_run("all_gather", ["a"] * 8, rows), "--collective", "all_gather") == expected(
+        "all_gather", 8, rows
+    )
     # The bandwidths are not those of what the flag says.
     for kind, wrong in (("all_gather", "all_reduce"), ("all_reduce", "all_gather"), ("sendrecv", "reduce_scatter")):
         (tmp_path / "w.log").write_text(run(kind, ["a"] * 8, rows, named=False))
@@ -161,7 +200,11 @@ def test_a_list_of_devices_that_was_cut_is_completed_by_the_bandwidths(tmp_path)
     table = json.loads(fits[0])["collectives"][-1]
     assert (table["kind"], table["ranks"], table["nodes"], table["link"]) == ("all_reduce", 16, 2, "network")
     # A sendrecv's do not tell.
-    cut = "".join(line for line in run("sendrecv", ["a"] * 8, rows).splitlines(keepends=True) if "Rank" not in line or "Rank  5" in line)
+    cut = "".join(
+        line
+        for line in run("sendrecv", ["a"] * 8, rows).splitlines(keepends=True)
+        if "Rank" not in line or "Rank  5" in line
+    )
     (tmp_path / "s.log").write_text(cut)
     done = cost(tmp_path / "s.log", "--cluster", "h100_sxm_64")
     assert done.returncode == 3 and "not whole" in done.stderr

@@ -21,10 +21,14 @@ def test_this_machine_is_ready(monkeypatch):
     if not (build_folder() / "bin" / "shardplan-run").exists():
         pytest.skip("no executor in this build")
     environment = os.environ | {"SHARDPLAN_PYTHON": sys.executable, "SHARDPLAN_BUILD": str(build_folder())}
-    done = subprocess.run([PROGRAM, "doctor"], capture_output=True, text=True, timeout=280, env=environment, check=False)
+    done = subprocess.run(
+        [PROGRAM, "doctor"], capture_output=True, text=True, timeout=280, env=environment, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line[6:22].strip(): line[:4].strip() for line in done.stdout.splitlines() if line[:4].strip()}
-    assert {name for name, state in rows.items() if state == "ok"} >= {"programs", "python", "torch", "shardplan.torch", "Gloo"}
+    assert {name for name, state in rows.items() if state == "ok"} >= {
+        "programs", "python", "torch", "shardplan.torch", "Gloo",
+    }
 
 
 def test_programs_that_are_not_there_are_missed(tmp_path, monkeypatch, capsys):
@@ -64,7 +68,9 @@ def test_what_fails_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch, body, s
         source = ROOT / "tools" / "python" / "shardplan" / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / "shardplan" / name)
     source = (ROOT / "tools" / "python" / "shardplan" / "doctor" / "checks.py").read_text()
-    source = source.replace("CHECKS = (", f"def _odd():\n    {body}\n\n\nCHECKS = (\n    Check('odd', _odd, True, 'do this'),", 1)
+    source = source.replace(
+        "CHECKS = (", f"def _odd():\n    {body}\n\n\nCHECKS = (\n    Check('odd', _odd, True, 'do this'),", 1
+    )
     (package / "checks.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     finding = cli._found(Check("odd", None, True, "do this"), 2)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dtype that the step fails with is said when planning: `shardplan plan` against a step of the installed torch on two ranks (dtype_errors.py)."""
+"""A dtype that the step fails with is said when planning: `shardplan plan` against a step of the installed torch on two
+ranks (dtype_errors.py)."""
 
 import json
 import os
@@ -19,16 +20,27 @@ REAL = ("float64", "float32", "bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool", "uint16")
 COMPLEX = ("complex64", "complex128", "complex32")
-OPTIMIZERS = ("adamw-forloop", "adamw-foreach", "adamw-fused", "adam-foreach", "sgd-forloop", "sgd-foreach", "sgd-fused", "adafactor-forloop")
-KEPT = [("full_shard", "bfloat16", "float32"), ("full_shard", "bfloat16", ""), ("full_shard", "", "bfloat16"), ("no_shard", "bfloat16", "float32"),
-        ("no_shard", "bfloat16", ""), ("no_shard", "", "bfloat16"), ("shard_grad_op", "bfloat16", "")]  # fmt: skip
+OPTIMIZERS = (
+    "adamw-forloop", "adamw-foreach", "adamw-fused", "adam-foreach", "sgd-forloop", "sgd-foreach", "sgd-fused",
+    "adafactor-forloop",
+)
+KEPT = [
+    ("full_shard", "bfloat16", "float32"),
+    ("full_shard", "bfloat16", ""),
+    ("full_shard", "", "bfloat16"),
+    ("no_shard", "bfloat16", "float32"),
+    ("no_shard", "bfloat16", ""),
+    ("no_shard", "", "bfloat16"),
+    ("shard_grad_op", "bfloat16", ""),
+]
 
 CASES = [
     *(("reduce", policy, name) for policy in POLICIES for name in (*REAL, *FLOAT8, *INTEGERS, *COMPLEX)),
     *(("param", policy, name) for policy in POLICIES for name in (*REAL, *FLOAT8, *INTEGERS)),
     *(("output", name) for name in (*REAL, *INTEGERS)),
     *(("held", policy, name) for policy in POLICIES for name in HELD),
-    *(("alone", policy, name) for policy in POLICIES for name in HELD if name != "float8_e4m3fn"),  # which NCCL gathers, and Gloo does not
+    # NCCL gathers these dtypes, Gloo does not.
+    *(("alone", policy, name) for policy in POLICIES for name in HELD if name != "float8_e4m3fn"),
     *(("keep", optimizer, *kept) for optimizer in OPTIMIZERS for kept in KEPT),
 ]
 
@@ -54,8 +66,14 @@ def made(tmp_path_factory):
 def planned(folder, trace, strategy, *arguments):
     units = [{"modules": ["layers.*"]}, {"modules": [""], **strategy.pop("of_root", {})}]
     path, out = folder / "strategy.json", folder / "plan.json"
-    path.write_text(json.dumps({"schema": "shardplan.strategy/1", "units": units, "optimizer": {"kind": "sgd"}, **strategy}))
-    return subprocess.run([COMMAND, "plan", folder / f"{trace}.json", "--strategy", path, "--ranks", "2", "-q", "-o", out, *arguments], capture_output=True, text=True)
+    path.write_text(
+        json.dumps({"schema": "shardplan.strategy/1", "units": units, "optimizer": {"kind": "sgd"}, **strategy})
+    )
+    return subprocess.run(
+        [COMMAND, "plan", folder / f"{trace}.json", "--strategy", path, "--ranks", "2", "-q", "-o", out, *arguments],
+        capture_output=True,
+        text=True,
+    )
 
 
 def strategy_of(kind, *arguments):
@@ -84,7 +102,9 @@ def test_a_plan_is_refused_where_torch_fails(case, made):
     done = planned(folder, *strategy_of(*case))
     assert done.returncode == (3 if said[case] else 0), f"torch: {said[case] or 'works'}; shardplan: {done.stderr}"
     if said[case]:
-        assert ("PyTorch fails here" in done.stderr or "differ in dtype" in done.stderr) and len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert ("PyTorch fails here" in done.stderr or "differ in dtype" in done.stderr) and len(
+            done.stderr.strip().splitlines()
+        ) == 1, done.stderr
 
 
 def test_the_error_has_the_place_what_is_there_and_what_could_be(made):
@@ -98,6 +118,11 @@ def test_the_error_has_the_place_what_is_there_and_what_could_be(made):
 
 def test_a_flag_is_checked_like_a_strategy(made):
     done = subprocess.run(
-        [COMMAND, "plan", made[1] / "plain.json", "--ranks", "2", "--reduce-dtype", "float8_e5m2", "-o", made[1] / "p.json"], capture_output=True, text=True
+        [
+            COMMAND, "plan", made[1] / "plain.json", "--ranks", "2", "--reduce-dtype", "float8_e5m2", "-o",
+            made[1] / "p.json",
+        ],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 3 and "float8_e5m2" in done.stderr, done.stderr

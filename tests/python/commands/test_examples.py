@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every examples/*/ that has expected.txt: its `run` prints exactly that. Those that take minutes run in the nightly series (SHARDPLAN_LONG_EXAMPLES)."""
+"""Every examples/*/ that has expected.txt: its `run` prints exactly that. Examples that take minutes run in the nightly
+series (SHARDPLAN_LONG_EXAMPLES)."""
 
 import os
 import pathlib
@@ -8,12 +9,14 @@ import subprocess
 import pytest
 from conftest import ROOT, build_folder
 
-# Start launchers, a cluster, and six to eight workers that import PyTorch; measure the machine; compile a training in C++, of which tests/python/cpp and the
-# page on C++ have another build.
+# Start launchers, a cluster, and six to eight workers that import PyTorch; measure the machine; compile a training in
+# C++, of which tests/python/cpp and the page on C++ have another build.
 LONG = {"elastic", "gpt_cpp", "predict_and_measure", "ray_train", "restart"}
 UPDATE = bool(os.environ.get("SHARDPLAN_UPDATE_EXAMPLES"))
 ALL = sorted(path.parent for path in (ROOT / "examples").glob("*/run"))
-EXAMPLES = [folder for folder in ALL if UPDATE or (folder.name in LONG) == bool(os.environ.get("SHARDPLAN_LONG_EXAMPLES"))]
+EXAMPLES = [
+    folder for folder in ALL if UPDATE or (folder.name in LONG) == bool(os.environ.get("SHARDPLAN_LONG_EXAMPLES"))
+]
 
 
 def test_every_example_says_what_it_prints():
@@ -23,8 +26,11 @@ def test_every_example_says_what_it_prints():
 
 @pytest.mark.parametrize("folder", EXAMPLES, ids=lambda p: p.name)
 def test_example_prints_what_is_expected(folder: pathlib.Path, tmp_path: pathlib.Path):
-    # Of those in C++: the compiler's optimisations take longer than what they run.
-    env = {**os.environ, "CMAKE_BUILD_TYPE": "Debug", "RUNS": "1", "SHARDPLAN_BUILD": str(build_folder()), "PATH": f"{build_folder() / 'bin'}:{os.environ['PATH']}"}
+    # Examples in C++: the compiler's optimisations take longer than what they run.
+    env = {
+        **os.environ, "CMAKE_BUILD_TYPE": "Debug", "RUNS": "1", "SHARDPLAN_BUILD": str(build_folder()),
+        "PATH": f"{build_folder() / 'bin'}:{os.environ['PATH']}",
+    }
     result = subprocess.run([str(folder / "run"), str(tmp_path)], cwd=folder, env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=580 if folder.name in LONG else 300)
     assert result.returncode == 0, result.stderr

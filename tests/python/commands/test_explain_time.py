@@ -13,10 +13,14 @@ CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
 
 @pytest.fixture(scope="module")
 def plans(shardplan, tmp_path_factory):
-    """Three equal layers of 25 and 50 ms under collectives of 10 ms; fsdp2 as it is, kept gathered, and on a shipped cluster."""
+    """Three equal layers of 25 and 50 ms under collectives of 10 ms; fsdp2 as it is, kept gathered, and on a shipped
+    cluster."""
     folder = tmp_path_factory.mktemp("plans")
     made = {}
-    for name, more in {"default": ["--cluster", CLUSTER], "kept": ["--cluster", CLUSTER, "--reshard-after-forward", "false"], "h100": ["--ranks", "8"]}.items():
+    for name, more in {
+        "default": ["--cluster", CLUSTER], "kept": ["--cluster", CLUSTER, "--reshard-after-forward", "false"],
+        "h100": ["--ranks", "8"],
+    }.items():
         made[name] = folder / f"{name}.json"
         result = shardplan("plan", TRACE, "--unit", "layers.*", *more, "-q", "-o", made[name])
         assert result.returncode == 0, result.stderr
@@ -27,7 +31,10 @@ def test_explain_says_where_the_time_goes(shardplan, plans):
     result = shardplan("explain", plans["default"])
     assert result.returncode == 0, result.stderr
     text = result.stdout.split("critical path")[1]
-    causes = {match[1]: float(match[2]) for match in re.finditer(r"^  (\S[\w ]*?) +([\d.]+) ms +[\d.]+ %$", text, re.MULTILINE)}
+    causes = {
+        match[1]: float(match[2])
+        for match in re.finditer(r"^  (\S[\w ]*?) +([\d.]+) ms +[\d.]+ %$", text, re.MULTILINE)
+    }
     step = causes.pop("step")
     assert step == 245.0 and sum(causes.values()) == pytest.approx(step, abs=0.01)
     assert "without the wait for all_gather layers.0 in the forward: -10.000 ms (forward_prefetch)" in result.stdout
@@ -45,7 +52,9 @@ def test_compare_adds_up(shardplan, plans, tmp_path):
     answer, tables = result.stdout.split("\n\n")[1], result.stdout.split("\n\n")[2:]
     faster = "A" if made["step_a_ns"] < made["step_b_ns"] else "B"
     assert answer.startswith(f"{faster} is ") and "the other one's 245.000 ms; most of it: " in answer, answer
-    assert answer.splitlines()[1].startswith(("A needs ", "B needs ")) and "time, on the critical path" in "".join(tables)
+    assert answer.splitlines()[1].startswith(("A needs ", "B needs ")) and "time, on the critical path" in "".join(
+        tables
+    )
     same = shardplan("compare", plans["default"], plans["default"])
     assert same.stdout.split("\n\n")[1].startswith("Both steps take 245.000 ms.\nBoth need ")
     assert "made from the same" in same.stdout and "+0.000 ms" in same.stdout
@@ -59,10 +68,16 @@ def test_a_slow_rank_is_simulated_apart(shardplan, plans):
     """The slow rank's kernels take twice as long and it never waits: 10 + 2 x 225 + 10 ms."""
     result = shardplan("simulate", plans["default"], "--ranks-apart", "--straggler", "5=2", "-q")
     assert result.returncode == 0, result.stderr
-    assert "8 ranks apart: step 470.00 ms, 245.00 ms when all are alike" in result.stdout and "rank 5 the least (0.00 ms)" in result.stdout
+    assert (
+        "8 ranks apart: step 470.00 ms, 245.00 ms when all are alike" in result.stdout
+        and "rank 5 the least (0.00 ms)" in result.stdout
+    )
     alike = shardplan("simulate", plans["default"], "--ranks-apart", "-q")
     assert "8 ranks apart: step 245.00 ms" in alike.stdout
-    chance = [shardplan("simulate", plans["default"], "--ranks-apart", "--jitter", "10", "--seed", seed, "-q").stdout for seed in (1, 1, 2)]
+    chance = [
+        shardplan("simulate", plans["default"], "--ranks-apart", "--jitter", "10", "--seed", seed, "-q").stdout
+        for seed in (1, 1, 2)
+    ]
     assert chance[0] == chance[1] != chance[2]
 
 

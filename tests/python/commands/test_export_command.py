@@ -9,7 +9,10 @@ from conftest import ROOT
 
 TRACE = ROOT / "examples" / "three_layers" / "trace.json"
 JOB = [TRACE, "--cluster", "h100", "--ranks", "8", "--unit", "layers.*"]
-COST = re.compile(r"These calls cost ([-+][\d.]+) ms and ([-+][\d.]+) GiB beside the plan \(simulated: ([\d.]+) ms, ([\d.]+) GiB of the device\)\.")
+COST = re.compile(
+    r"These calls cost ([-+][\d.]+) ms and ([-+][\d.]+) GiB beside the plan \(simulated: ([\d.]+) ms, ([\d.]+) GiB of "
+    r"the device\)\."
+)
 
 
 def planned(shardplan, folder, *flags, name="plan.json"):
@@ -48,7 +51,8 @@ def test_the_terminal_and_the_docstring_say_the_same(shardplan, tmp_path):
     ("flags", "place"),
     [(["--backward-prefetch", "0"], "/strategy/fsdp2/backward_prefetch"), (["--policy", "fsdp1"], "/strategy/policy"),
      (["--policy", "fsdp1", "--sharding", "shard_grad_op", "--param-dtype", "bfloat16"], "/strategy/policy"),
-     (["--pytorch", "2.11", "--separate-reduce-scatter"], "/strategy/fsdp2/separate_reduce_scatter_communicator")])  # fmt: skip
+     (["--pytorch", "2.11", "--separate-reduce-scatter"], "/strategy/fsdp2/separate_reduce_scatter_communicator")],
+)  # fmt: skip
 def test_what_fsdp2_lacks_is_told_with_its_cost(shardplan, tmp_path, flags, place):
     plan = planned(shardplan, tmp_path, *flags)
     result, script = exported(shardplan, plan)
@@ -65,7 +69,9 @@ def test_what_fsdp2_lacks_is_told_with_its_cost(shardplan, tmp_path, flags, plac
 def test_an_edited_plan_is_told_from_its_strategy(shardplan, tmp_path):
     plan = with_strategy(planned(shardplan, tmp_path), reshard_after_forward=False)
     result, script = exported(shardplan, plan, "--trace", TRACE)
-    assert result.returncode == 0 and "The plan was edited" in result.stdout and COST.search(result.stdout), result.stdout
+    assert result.returncode == 0 and "The plan was edited" in result.stdout and COST.search(result.stdout), (
+        result.stdout
+    )
     kept = step_ms(shardplan, planned(shardplan, tmp_path, "--reshard-after-forward", "false", name="kept.json"))
     assert float(COST.search(result.stdout)[3]) == pytest.approx(kept, abs=0.002)
     assert "reshard_after_forward=False" in script.read_text()
@@ -80,14 +86,25 @@ def test_settings_of_the_allocator_are_there_before_its_first_allocation(shardpl
     ("change", "flags", "code", "words"),
     [
         ({}, ["--policy", "fsdp1", "--sharding", "no_shard"], 1, "/strategy/fsdp1/sharding: no_shard"),
-        ({"mixed_precision": {"param_dtype": "bfloat16", "keep_param_dtype": ["layers.0.weight"]}}, [], 3, "/strategy/mixed_precision/keep_param_dtype"),
+        (
+            {"mixed_precision": {"param_dtype": "bfloat16", "keep_param_dtype": ["layers.0.weight"]}},
+            [],
+            3,
+            "/strategy/mixed_precision/keep_param_dtype",
+        ),
         ({"fsdp2": {"all_reduce_hooks": [{"divide": 2.0}]}}, [], 3, "/strategy/fsdp2/all_reduce_hooks"),
     ],
 )
 def test_what_it_is_not_written_for_is_refused_with_its_place(shardplan, tmp_path, change, flags, code, words):
     plan = with_strategy(planned(shardplan, tmp_path, *flags), **change)
     result, script = exported(shardplan, plan)
-    assert result.returncode == code and words in result.stderr and str(plan) in result.stderr or code == 1 and words in result.stderr, result.stderr
+    assert (
+        result.returncode == code
+        and words in result.stderr
+        and str(plan) in result.stderr
+        or code == 1
+        and words in result.stderr
+    ), result.stderr
     assert not script.exists()
 
 
@@ -96,25 +113,42 @@ def test_wrong_usage_and_inputs(shardplan, tmp_path):
     assert shardplan("export", plan, "-o", tmp_path / "out.py").returncode == 2
     assert shardplan("export", plan, "--fsdp2", "-o", plan).returncode == 2
     assert shardplan("export", tmp_path / "none.json", "--fsdp2", "-o", tmp_path / "out.py").returncode == 3
-    other = shardplan("export", plan, "--fsdp2", "--trace", ROOT / "tests" / "planner" / "goldens" / "traces" / "small.json", "-o", tmp_path / "out.py")
+    other = shardplan(
+        "export", plan, "--fsdp2", "--trace", ROOT / "tests" / "planner" / "goldens" / "traces" / "small.json", "-o",
+        tmp_path / "out.py",
+    )
     assert other.returncode == 3 and "/digests/trace" in other.stderr and "another trace" in other.stderr
     assert shardplan("export", plan, "--fsdp2", "-o", tmp_path / "no" / "folder.py").returncode == 4
     assert not (tmp_path / "out.py").exists()
 
 
 @pytest.mark.parametrize(
-    "flags", [["--policy", "fsdp1"], ["--allow", "policy"], ["--backward-prefetch", "0"], ["--pytorch", "2.11", "--separate-reduce-scatter"]]
+    "flags",
+    [
+        ["--policy", "fsdp1"],
+        ["--allow", "policy"],
+        ["--backward-prefetch", "0"],
+        ["--pytorch", "2.11", "--separate-reduce-scatter"],
+    ],
 )
 def test_optimize_refuses_jobs_that_the_file_could_not_say(shardplan, tmp_path, flags):
-    result = shardplan("optimize", *JOB, "--memory-budget", "device", "--expressible", "fsdp2", *flags, "-q", "-o", tmp_path / "plan.json")
+    result = shardplan(
+        "optimize", *JOB, "--memory-budget", "device", "--expressible", "fsdp2", *flags, "-q", "-o",
+        tmp_path / "plan.json",
+    )
     assert result.returncode == 2 and "--expressible fsdp2" in result.stderr, result.stderr
 
 
 def test_optimize_decides_what_the_file_can_say(shardplan, tmp_path):
-    """With micro-batches the search likes reductions in two levels, and parts that stay between them: PyTorch has neither."""
-    job = [TRACE, "--cluster", "h100_sxm_64_100g", "--ranks", "16", "--accumulate", "4", "--memory-budget", "0.9GiB", "-q"]
+    """With micro-batches the search likes reductions in two levels, and parts that stay between them: PyTorch has
+    neither."""
+    job = [
+        TRACE, "--cluster", "h100_sxm_64_100g", "--ranks", "16", "--accumulate", "4", "--memory-budget", "0.9GiB", "-q",
+    ]
     said = {}
-    for name, flags in {"free": [], "in one level": ["--fix", "reduction"], "expressible": ["--expressible", "fsdp2"]}.items():
+    for name, flags in {
+        "free": [], "in one level": ["--fix", "reduction"], "expressible": ["--expressible", "fsdp2"],
+    }.items():
         plan = tmp_path / f"{name}.json"
         result = shardplan("optimize", *job, *flags, "-o", plan)
         assert result.returncode == 0, result.stderr

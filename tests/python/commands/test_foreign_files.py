@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of others where a document is expected: what they are, and which command takes them. `explain` of a mesh that shards nothing."""
+"""Files of others where a document is expected: what they are, and which command takes them. `explain` of a mesh that
+shards nothing."""
 
 import gzip
 import io
@@ -36,7 +37,10 @@ FILES = {
     "gzip": (gzip.compress(json.dumps({"traceEvents": []}).encode()), ["torch.profiler", "import-profile"]),
     "damaged gzip": (gzip.compress(b"{}")[:-3], ["gzip"]),
     "profile": (json.dumps({"traceEvents": []}).encode(), ["torch.profiler", "import-profile"]),
-    "config": (json.dumps({"model_type": "llama", "architectures": ["x"]}).encode(), ["Hugging Face", "shardplan trace"]),
+    "config": (
+        json.dumps({"model_type": "llama", "architectures": ["x"]}).encode(),
+        ["Hugging Face", "shardplan trace"],
+    ),
     "table": (b"device,collective,ranks_per_group\n", ["measurements", "shardplan cost"]),
 }
 
@@ -52,7 +56,9 @@ def test_a_foreign_file_is_called_by_its_name(kind, command, tmp_path):
         assert word in done.stderr
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[1, 2]", b"\x00\x01\x02", b"hello world", b'{"schema": "shardplan.trace/1"}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[1, 2]", b"\x00\x01\x02", b"hello world", b'{"schema": "shardplan.trace/1"}']
+)
 def test_what_is_nothing_known_has_the_readers_error(text, tmp_path):
     (tmp_path / "file").write_bytes(text)
     for command in ("plan", "simulate"):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan --units-of`: the units of the plan against those that the installed frameworks make of the same model (framework_units.py)."""
+"""`plan --units-of`: the units of the plan against those that the installed frameworks make of the same model
+(framework_units.py)."""
 
 import collections
 import importlib.util
@@ -15,7 +16,10 @@ from conftest import ROOT, build_folder
 
 COMMAND = build_folder() / "bin" / "shardplan"
 HERE = pathlib.Path(__file__).parent
-PACKAGES = {"by_hand": [], "accelerate": ["accelerate"], "peft": ["accelerate", "peft"], "torchtitan": ["torchtitan", "spmd_types"]}
+PACKAGES = {
+    "by_hand": [], "accelerate": ["accelerate"], "peft": ["accelerate", "peft"],
+    "torchtitan": ["torchtitan", "spmd_types"],
+}
 CASES = [
     *(("accelerate", "fsdp2", name) for name in ("llama", "llama_tied", "gpt2", "phi", "mixtral")),
     *(("accelerate", "fsdp1", name) for name in ("llama", "gpt2", "t5", "bert")),
@@ -38,7 +42,8 @@ def program(*arguments):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(the frameworks' units by case, the folder of the traces): each from one process, which imports torch and transformers once."""
+    """(the frameworks' units by case, the folder of the traces): each from one process, which imports torch and
+    transformers once."""
     folder = tmp_path_factory.mktemp("traces")
     cases = [case for case in (*CASES, *BY_HAND, *FAIL) if is_installed(case[0])]
     names = {case[2] for case in cases} | {"titan", "t5"}
@@ -66,14 +71,18 @@ def traces(made):
 
 
 def plan(path, *arguments, out):
-    return subprocess.run([COMMAND, "plan", path, "--ranks", "2", "-q", "-o", out, *arguments], capture_output=True, text=True)
+    return subprocess.run(
+        [COMMAND, "plan", path, "--ranks", "2", "-q", "-o", out, *arguments], capture_output=True, text=True
+    )
 
 
 def ours(path, tmp_path, policy, *rule):
     done = plan(path, "--policy", policy, *rule, out=tmp_path / "plan.json")
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "plan.json").read_text())
-    instructions = [i for trigger in document["steps"][document["steady_step"]]["triggers"] for i in trigger["instructions"]]
+    instructions = [
+        i for trigger in document["steps"][document["steady_step"]]["triggers"] for i in trigger["instructions"]
+    ]
     gathers = collections.Counter(i["unit"] for i in instructions if i["kind"] == "all_gather")
     units = []
     for unit in document["units"]:
@@ -94,7 +103,8 @@ def test_the_units_are_those_of_the_installed_framework(framework, policy, model
 @pytest.mark.parametrize("page", ["README.md", "docs/guide/by-example.md", "docs/guide/size-a-job.md"])
 @pytest.mark.parametrize("case", BY_HAND, ids=lambda case: case[1])
 def test_a_rule_of_the_pages_makes_the_units_of_the_loop_over_layers(page, case, theirs, traces, tmp_path):
-    """`--unit 'model.layers.*'` is `for layer in model.model.layers: fully_shard(layer)` and `fully_shard(model)`, and not accelerate's units."""
+    """`--unit 'model.layers.*'` is `for layer in model.model.layers: fully_shard(layer)` and `fully_shard(model)`, and
+    not accelerate's units."""
     rules = set(re.findall(r"--unit '([^']+)'", (ROOT / page).read_text(encoding="utf-8")))
     assert rules == {"model.layers.*"}, rules
     found = ours(traces("llama"), tmp_path, case[1], "--unit", *rules)
@@ -103,9 +113,12 @@ def test_a_rule_of_the_pages_makes_the_units_of_the_loop_over_layers(page, case,
         assert found != [tuple(unit) for unit in theirs("accelerate", "fsdp2", "llama")["units"]]
 
 
-@pytest.mark.parametrize(("model", "ours"), [("t5", "PyTorch fails here"), ("bert", "PyTorch fails with the units that accelerate makes")])
+@pytest.mark.parametrize(
+    ("model", "ours"), [("t5", "PyTorch fails here"), ("bert", "PyTorch fails with the units that accelerate makes")]
+)
 def test_what_accelerate_makes_and_pytorch_refuses_is_refused(model, ours, theirs, traces, tmp_path):
-    """T5's encoder keeps its own module of the shared weight, outside of the group; BERT's embeddings are a layer around the input embeddings."""
+    """T5's encoder keeps its own module of the shared weight, outside of the group; BERT's embeddings are a layer
+    around the input embeddings."""
     done = plan(traces(model), "--units-of", "accelerate", out=tmp_path / "p.json")
     assert done.returncode == 3 and ours in done.stderr, done.stderr
     assert "error" in theirs("accelerate", "fsdp2", model, "first_step")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names are whatever a document says: every output is read by a real parser, has no character that a terminal obeys, and as many lines as with
-plain names."""
+"""Names are whatever a document says: every output is read by a real parser, has no character that a terminal obeys,
+and as many lines as with plain names."""
 
 import html.parser
 import json
@@ -12,16 +12,21 @@ import subprocess
 
 import pytest
 from conftest import ROOT, build_folder
-from writers import ALLOCATOR_LOG, MEASURED, PROFILE, OPTIMIZE, TABLE, TRACE, TRACER, commands, environment, program, python
+from writers import (
+    ALLOCATOR_LOG, MEASURED, PROFILE, OPTIMIZE, TABLE, TRACE, TRACER, commands, environment, program, python,
+)
 
 HOSTILE = {
-    "quotes": "la'y\"er`s\\ \\N\\n\\\"\\ on via for because -> #1 = , \"\u00a0 Schichten_\u00e4_\u5c42_\U0001f9e9_\u0627\u0644\u0644",
+    "quotes": (
+        'la\'y"er`s\\ \\N\\n\\"\\ on via for because -> #1 = , "\u00a0 '
+        'Schichten_\u00e4_\u5c42_\U0001f9e9_\u0627\u0644\u0644'
+    ),
     "lines": "la\nINJECTED: verifies\r\n\tla\x1b[31mye\x07\x08\x7frs\u009b2J \u202eyers\u2066\u2028\u200f",
     "controls": "la" + "".join(map(chr, [*range(1, 32), *range(127, 160)])) + "yers",
     "long": "layers" + "x" * 20_000,
     "markup": "</script><script>alert(1)</script><!--&amp;]]>@MODEL@CLUSTER@PEAK@ABOUT@RESERVED{}{0}%s$(id)",
 }
-# What a terminal obeys, or a person does not see. Lines may end.
+# Characters that a terminal obeys, or a person does not see. Lines may end.
 HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 RECORDINGS, CASE = ROOT / "tests" / "conformance" / "fsdp2", "mlp3_default_w2"
 HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()
@@ -49,7 +54,12 @@ def documents(folder, name):
     (folder / "measured.json").write_text(json.dumps(measured))
     profile = json.loads(PROFILE)
     profile["deviceProperties"] = [{"name": name, "totalGlobalMem": 1}]
-    profile["traceEvents"].append({"ph": "X", "cat": "kernel", "name": "nccl" + name, "pid": 0, "tid": 7, "ts": 20, "dur": 1, "args": {"Collective name": name, "dtype": name}})
+    profile["traceEvents"].append(
+        {
+            "ph": "X", "cat": "kernel", "name": "nccl" + name, "pid": 0, "tid": 7, "ts": 20, "dur": 1,
+            "args": {"Collective name": name, "dtype": name},
+        }
+    )
     (folder / "profile.json").write_text(json.dumps(profile))
     header = json.dumps({name: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
     (folder / "state.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
@@ -60,23 +70,46 @@ def documents(folder, name):
     (recordings / "case.log").write_text(log.replace("unit=layers.0", "unit=" + "".join(name.split())))
     shutil.copy(RECORDINGS / f"{CASE}.json", recordings / "case.json")
     allocations = json.loads(ALLOCATOR_LOG.read_text())
-    (folder / "allocations.json").write_text(json.dumps({k: name if isinstance(v, str) and k != "schema" else v for k, v in allocations.items()}))
-    fqns = [module["fqn"] for module in trace["modules"] if module["fqn"].startswith(name) and module["fqn"].count(".") == name.count(".") + 1]
-    strategy = {"schema": "shardplan.strategy/1", "policy": "fsdp2", "units": [{"modules": fqns}], "checkpoint": {"modules": fqns[:1]}}
+    (folder / "allocations.json").write_text(
+        json.dumps({k: name if isinstance(v, str) and k != "schema" else v for k, v in allocations.items()})
+    )
+    fqns = [
+        module["fqn"]
+        for module in trace["modules"]
+        if module["fqn"].startswith(name) and module["fqn"].count(".") == name.count(".") + 1
+    ]
+    strategy = {
+        "schema": "shardplan.strategy/1", "policy": "fsdp2", "units": [{"modules": fqns}],
+        "checkpoint": {"modules": fqns[:1]},
+    }
     (folder / "strategy.json").write_text(json.dumps(strategy))
     return folder
 
 
 OUTPUTS = {
     "rehearsed": ("rehearse", "--cluster", "cluster.json", "-q", "--", "true"),
-    "plan": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-o", "plan.json", "--graph", "graph.dot",
-             "--write-strategy", "written.json", "--explain", "--explain-schedule"),
-    "other": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "--reshard-after-forward", "false", "-q", "-o", "other.json"),
-    "units": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-q", "--stop-after", "choose_units", "--dump"),
-    "order": ("plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-q", "--stop-after", "record_order", "--dump"),
+    "plan": (
+        "plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-o", "plan.json", "--graph",
+        "graph.dot", "--write-strategy", "written.json", "--explain", "--explain-schedule",
+    ),
+    "other": (
+        "plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "--reshard-after-forward",
+        "false", "-q", "-o", "other.json",
+    ),
+    "units": (
+        "plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-q", "--stop-after",
+        "choose_units", "--dump",
+    ),
+    "order": (
+        "plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-q", "--stop-after",
+        "record_order", "--dump",
+    ),
     "validate": ("validate", "trace.json", "cluster.json", "strategy.json", "plan.json"),
     "ranks": ("validate", "--ranks-apart", "plan.json", "other.json"),
-    "simulate": ("simulate", "plan.json", "--report", "report.json", "--timeline", "timeline.json", "--kineto", "kineto.json", "--html", "report.html"),
+    "simulate": (
+        "simulate", "plan.json", "--report", "report.json", "--timeline", "timeline.json", "--kineto", "kineto.json",
+        "--html", "report.html",
+    ),
     "profiled": ("import-profile", "kineto.json", "--plan", "plan.json", "-o", "step.json"),
     "difference": ("compare", "plan.json", "step.json", "--json", "difference.json", "--html", "step.html"),
     "compare": ("simulate", "plan.json", "other.json", "--html", "both.html"),
@@ -88,15 +121,21 @@ OUTPUTS = {
     "units in words": ("explain", "plan.json"),
     "exported": ("export", "plan.json", "--fsdp2", "--trace", "trace.json", "-o", "apply_plan.py"),
     "exported text": ("export", "other.json", "--fsdp2", "-o", "-"),
-    "best": ("optimize", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", *OPTIMIZE[4:], "-o", "best.json", "--report", "best.report.json",
-             "--certificate", "certificate.json", "--write-strategy", "best.strategy.json"),
+    "best": (
+        "optimize", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", *OPTIMIZE[4:], "-o",
+        "best.json", "--report", "best.report.json", "--certificate", "certificate.json", "--write-strategy",
+        "best.strategy.json",
+    ),
     "best in words": ("explain", "best.json", "--report", "best.report.json", "--plot", "curve.svg"),
     "certificate": ("certify", "best.json", "certificate.json", "--trace", "trace.json"),
     "predictions": ("cost", "table.csv", "--cluster", "cluster.json"),
     "fit": ("cost", "table.csv", "--fit", "cluster.json", "-o", "fitted.json"),
     "calibrated": ("calibrate", "--from", "measured.json", "-o", "calibrated.json"),
     "imported": ("import-profile", "profile.json", "--plan", "plan.json", "-o", "imported.json"),
-    "swept": ("sweep", "trace.json", "--cluster", "cluster.json", "-o", "rows.csv", "--html", "sweep.html", "--", "--strategy", "strategy.json"),
+    "swept": (
+        "sweep", "trace.json", "--cluster", "cluster.json", "-o", "rows.csv", "--html", "sweep.html", "--",
+        "--strategy", "strategy.json",
+    ),
     "rewritten": ("reshard-checkpoint", "state.safetensors", "state", "--format", "distributed"),
     "recordings": ("conformance", "recordings"),
     "allocations": ("allocator-replay", "allocations.json"),
@@ -121,9 +160,16 @@ OUTPUTS = {
 if HAS_EXECUTOR:
     OUTPUTS["run"] = ("run", "plan.json", "--device", "virtual", "--steps", "1")
 # Exit codes of those that are not 0 alone.
-CODES = {"diff": (1,), "ranks": (1,), "broken": (1,), "refused": (1,), "wrong trace": (3,), "no such unit": (3,), "swept in vain": (1,), "predictions": (0, 3),
-         "fit": (0, 3), "recordings": (1, 3), "allocations": (0, 1, 3), "traced": (3,), "rehearsed": (3,)}  # fmt: skip
-JSON = ("causes.json", "best.json", "best.report.json", "certificate.json", "best.strategy.json", "calibrated.json", "imported.json", "plan.json", "written.json", "report.json", "timeline.json", "kineto.json", "step.json", "difference.json", "rows.json", "alive.json", "back.json")
+CODES = {
+    "diff": (1,), "ranks": (1,), "broken": (1,), "refused": (1,), "wrong trace": (3,), "no such unit": (3,),
+    "swept in vain": (1,), "predictions": (0, 3), "fit": (0, 3), "recordings": (1, 3), "allocations": (0, 1, 3),
+    "traced": (3,), "rehearsed": (3,),
+}
+JSON = (
+    "causes.json", "best.json", "best.report.json", "certificate.json", "best.strategy.json", "calibrated.json",
+    "imported.json", "plan.json", "written.json", "report.json", "timeline.json", "kineto.json", "step.json",
+    "difference.json", "rows.json", "alive.json", "back.json",
+)
 PAGES = ("sweep.html", "report.html", "step.html", "both.html", "plot.html", "map.html")
 
 
@@ -131,7 +177,9 @@ def break_plan(folder):
     """A violation whose words name things."""
     plan = json.loads((folder / "plan.json").read_text())
     for trigger in plan["steps"][-1]["triggers"]:
-        trigger["instructions"] = [one for one in trigger.get("instructions", []) if one["kind"] not in ("wait", "copy_out")]
+        trigger["instructions"] = [
+            one for one in trigger.get("instructions", []) if one["kind"] not in ("wait", "copy_out")
+        ]
     (folder / "broken.json").write_text(json.dumps(plan))
     strategy = json.loads((folder / "strategy.json").read_text())
     strategy["units"][0]["modules"] = [name + ".nowhere" for name in strategy["units"][0]["modules"]]
@@ -143,19 +191,39 @@ def outputs(folder):
     for name, words in OUTPUTS.items():
         if name == "broken":
             break_plan(folder)
-        if name == "traced" and folder.parent.name.startswith("test_every") and not any(f"[{kind}" in os.environ["PYTEST_CURRENT_TEST"] for kind in ("lines", "markup")):
+        if (
+            name == "traced"
+            and folder.parent.name.startswith("test_every")
+            and not any(f"[{kind}" in os.environ["PYTEST_CURRENT_TEST"] for kind in ("lines", "markup"))
+        ):
             continue  # torch loads slowly
-        asked = [["trace.json", "--cluster", "cluster.json", "--strategy", strategy] for strategy in ("strategy.json", "nowhere.json")]
+        asked = [
+            ["trace.json", "--cluster", "cluster.json", "--strategy", strategy]
+            for strategy in ("strategy.json", "nowhere.json")
+        ]
         lines = "".join(json.dumps(one) + "\n" for one in asked).encode() if name == "evaluated" else None
-        done = subprocess.run([program(), *words], input=lines, capture_output=True, cwd=folder, timeout=120, check=False, env=environment())
-        assert done.returncode in CODES.get(name, (0,)), (name, done.returncode, done.stdout[-500:], done.stderr[-2000:])
+        done = subprocess.run(
+            [program(), *words],
+            input=lines,
+            capture_output=True,
+            cwd=folder,
+            timeout=120,
+            check=False,
+            env=environment(),
+        )
+        assert done.returncode in CODES.get(name, (0,)), (
+            name, done.returncode, done.stdout[-500:], done.stderr[-2000:],
+        )
         said[name] = (done.returncode, done.stdout.decode(), done.stderr.decode())
     return said
 
 
 def test_every_command_is_given_hostile_names():
     """A new command gets an entry above."""
-    assert {words[0] for words in OUTPUTS.values()} | ({"run"} - {"run" if HAS_EXECUTOR else ""}) == commands() - {"doctor"}  # which reads no file
+    # A command that reads no file.
+    assert {words[0] for words in OUTPUTS.values()} | ({"run"} - {"run" if HAS_EXECUTOR else ""}) == commands() - {
+        "doctor"
+    }
 
 
 @pytest.fixture(scope="module")
@@ -264,18 +332,27 @@ def test_names_in_an_allocator_log(tmp_path):
 
 @pytest.mark.parametrize("command", sorted(commands()))
 def test_names_of_files_and_flags(command, tmp_path):
-    """A file that is not there, and words that are no flags, with names that nobody would choose. Bytes that are no UTF-8, too."""
+    """A file that is not there, and words that are no flags, with names that nobody would choose. Bytes that are no
+    UTF-8, too."""
     if command == "run" and not HAS_EXECUTOR:
         pytest.skip("no executor in this build")
     for name in (*(text for text in HOSTILE.values()), b"no-\xff\xfe-utf8".decode(errors="surrogateescape")):
         if command == "run" and name != HOSTILE["lines"]:
             continue  # LibTorch loads slowly
-        given = ["--from", f"{name}.json", "-o", "out"] if command == "calibrate" else ["--merge", f"{name}.json", "-o", "out"] if command == "sweep" else [f"{name}.json"]
+        given = (
+            ["--from", f"{name}.json", "-o", "out"]
+            if command == "calibrate"
+            else ["--merge", f"{name}.json", "-o", "out"]
+            if command == "sweep"
+            else [f"{name}.json"]
+        )
         for words in ((command, *given, *([f"{name}.json"] if command == "diff" else [])), (command, f"--{name}")):
             if command in ("run", "trace", "conformance") and words[1].startswith("--") and name != HOSTILE["lines"]:
                 continue  # Python starts slowly
             start = python(TRACER) if command == "trace" else [program(), command]
-            done = subprocess.run([*start, *words[1:]], capture_output=True, cwd=tmp_path, timeout=60, check=False, env=environment())
+            done = subprocess.run(
+                [*start, *words[1:]], capture_output=True, cwd=tmp_path, timeout=60, check=False, env=environment()
+            )
             taken_for_a_source = command == "sweep" and " " in words[1]  # by argparse
             assert done.returncode in ((1,) if taken_for_a_source else (2, 3)), (words, done.returncode, done.stderr)
             assert not list(tmp_path.iterdir())
@@ -285,8 +362,14 @@ def test_names_of_files_and_flags(command, tmp_path):
 
 def test_a_flag_that_is_no_utf8_is_refused(tmp_path):
     bad = b"layers.\xff*".decode(errors="surrogateescape")
-    done = subprocess.run([program(), "plan", TRACE, "--ranks", "2", "--unit", bad, "-o", tmp_path / "plan.json"], capture_output=True, check=False)
+    done = subprocess.run(
+        [program(), "plan", TRACE, "--ranks", "2", "--unit", bad, "-o", tmp_path / "plan.json"],
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode in (2, 3) and not (tmp_path / "plan.json").exists()
     done.stderr.decode()
-    done = subprocess.run([*python(TRACER), TRACE, "--name", bad, "-q", "-o", tmp_path / "t.json"], capture_output=True, check=False)
+    done = subprocess.run(
+        [*python(TRACER), TRACE, "--name", bad, "-q", "-o", tmp_path / "t.json"], capture_output=True, check=False
+    )
     assert done.returncode == 2 and b"UTF-8" in done.stderr and not (tmp_path / "t.json").exists()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`shardplan import-profile`: profiles of real GPUs and of ranks recorded here, next to what the plan has and to plain sums over the files."""
+"""`shardplan import-profile`: profiles of real GPUs and of ranks recorded here, next to what the plan has and to plain
+sums over the files."""
 
 import collections
 import gzip
@@ -28,7 +29,10 @@ def plans(shardplan, tmp_path_factory):
     made = {}
     for policy in ("fsdp2", "fsdp1"):
         made[policy] = folder / f"{policy}.json"
-        done = shardplan("plan", trace, "--cluster", "h200_8", "--ranks", "2", "--policy", policy, "--unit", "blocks.*", "--optimizer", "adamw", *LOW, "-q", "-o", made[policy])
+        done = shardplan(
+            "plan", trace, "--cluster", "h200_8", "--ranks", "2", "--policy", policy, "--unit", "blocks.*",
+            "--optimizer", "adamw", *LOW, "-q", "-o", made[policy],
+        )
         assert done.returncode == 0, done.stderr
     return made
 
@@ -49,13 +53,26 @@ def raw(name: str) -> list[dict]:
 
 def launched_in_steps(events: list[dict]) -> dict[int, list[dict]]:
     """By duration of a step in ns, its kernels: a plain walk over the file."""
-    steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
-    launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]}
+    steps = [
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")
+    ]
+    launches = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]
+    }
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    return {round(1000 * (end - begin)): [k for k in kernels if begin <= launches[k["args"]["correlation"]] < end] for begin, end in steps}
+    return {
+        round(1000 * (end - begin)): [k for k in kernels if begin <= launches[k["args"]["correlation"]] < end]
+        for begin, end in steps
+    }
 
 
-@pytest.mark.parametrize(("name", "policy"), [("fsdp2_rank0", "fsdp2"), ("plan_fsdp2_rank0", "fsdp2"), ("fsdp1_rank0", "fsdp1")])
+@pytest.mark.parametrize(
+    ("name", "policy"), [("fsdp2_rank0", "fsdp2"), ("plan_fsdp2_rank0", "fsdp2"), ("fsdp1_rank0", "fsdp1")]
+)
 def test_every_kernel_of_a_gpu_is_counted_once(name, policy, plans, imported):
     report = imported(PROFILES / f"{name}.json.gz", "--plan", plans[policy])
     kernels = min(launched_in_steps(raw(f"{name}.json.gz")).items())  # the faster one of two is the median
@@ -63,8 +80,10 @@ def test_every_kernel_of_a_gpu_is_counted_once(name, policy, plans, imported):
     assert sum(stream["operations"] for stream in report["streams"]) == len(kernels[1])
     nccl = [k for k in kernels[1] if k["name"].startswith("nccl")]
     assert sum(entry["count"] for entry in report["collectives"]) == len(nccl)
-    assert abs(sum(entry["busy_ns"] for entry in report["collectives"]) - sum(1000 * k["dur"] for k in nccl)) <= 2 * len(nccl)
-    # What the model, the loss and the optimizer ran is in one class, and in one unit, or counted as in none.
+    assert abs(
+        sum(entry["busy_ns"] for entry in report["collectives"]) - sum(1000 * k["dur"] for k in nccl)
+    ) <= 2 * len(nccl)
+    # Work of the model, the loss and the optimizer is in one class, and in one unit, or counted as in none.
     of_classes = sum(entry["busy_ns"] for entry in report["operators"] if entry["phase"] != "optimizer")
     of_units = sum(unit["forward_ns"] + unit["backward_ns"] for unit in report["units"])
     assert of_classes == of_units + report["measured"]["unassigned_ns"]
@@ -78,11 +97,15 @@ def test_collectives_are_those_of_the_plan_with_their_bytes(plans, imported, sha
     simulated = json.loads(shardplan("simulate", plans["fsdp2"], "--report", "-", "-q").stdout)
     report = imported(PROFILES / "fsdp2_rank0.json.gz", "--plan", plans["fsdp2"])
     facts = ("kind", "communicator", "count", "full_tensor_bytes")
-    assert [[entry[f] for f in facts] for entry in report["collectives"]] == [[entry[f] for f in facts] for entry in simulated["collectives"]]
+    assert [[entry[f] for f in facts] for entry in report["collectives"]] == [
+        [entry[f] for f in facts] for entry in simulated["collectives"]
+    ]
     assert report["measured"]["collectives_beside_plan"] == report["measured"]["collectives_missing"] == 0
     # Original parameters are padded otherwise: said, not passed over.
     other = imported(PROFILES / "fsdp1_rank0.json.gz", "--plan", plans["fsdp1"])
-    assert other["measured"]["collectives_beside_plan"] == 14 and any("the plan has 9 of" in note for note in other["notes"])
+    assert other["measured"]["collectives_beside_plan"] == 14 and any(
+        "the plan has 9 of" in note for note in other["notes"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +121,11 @@ def test_collectives_are_those_of_the_plan_with_their_bytes(plans, imported, sha
 def test_profiles_that_others_published_are_read(name, device, ranks, collectives, plans, imported):
     """None is of FSDP: all of their work is of no unit, and their collectives are beside the plan."""
     report = imported(PROFILES / "public" / f"{name}.json.gz", "--plan", plans["fsdp2"])
-    kernels = {duration: own for duration, own in launched_in_steps(raw(f"public/{name}.json.gz")).items() if abs(duration - report["step_ns"]) <= 2}
+    kernels = {
+        duration: own
+        for duration, own in launched_in_steps(raw(f"public/{name}.json.gz")).items()
+        if abs(duration - report["step_ns"]) <= 2
+    }
     own = next(iter(kernels.values()))
     assert sum(stream["operations"] for stream in report["streams"]) == len(own)
     assert report["measured"]["device"] == device and report["world_size"] == ranks
@@ -106,13 +133,18 @@ def test_profiles_that_others_published_are_read(name, device, ranks, collective
     assert report["measured"]["collectives_beside_plan"] == sum(collectives.values())
     assert sum(entry["time_ns"] for entry in report["activities"]) == report["step_ns"]
     compute = [k for k in own if not k["name"].startswith("nccl")]
-    assert abs(sum(entry["busy_ns"] for entry in report["operators"]) - sum(1000 * k["dur"] for k in compute)) <= 2 * len(compute)
+    assert abs(
+        sum(entry["busy_ns"] for entry in report["operators"]) - sum(1000 * k["dur"] for k in compute)
+    ) <= 2 * len(compute)
 
 
 def test_memory_is_that_of_torchs_statistics(plans, imported):
-    report = imported(PROFILES / "fsdp2_rank0.json.gz", "--snapshot", PROFILES / "fsdp2_rank0.pickle.gz", "--plan", plans["fsdp2"])
+    report = imported(
+        PROFILES / "fsdp2_rank0.json.gz", "--snapshot", PROFILES / "fsdp2_rank0.pickle.gz", "--plan", plans["fsdp2"]
+    )
     assert report["memory"]["peak_bytes"] == 351_054_848 and report["memory"]["reserved_bytes"] == 473_956_352
-    # Without a snapshot what the profiler followed itself stands for it: of the profiled steps, which are no more than all.
+    # Without a snapshot what the profiler followed itself stands for it: of the profiled steps, which are no more than
+    # all.
     followed = imported(PROFILES / "fsdp2_rank0.json.gz", "--plan", plans["fsdp2"])["memory"]
     assert 0.9 * 351_054_848 < followed["peak_bytes"] <= 351_054_848
 
@@ -159,12 +191,18 @@ def on_cpu(shardplan, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("profiled")
     here = str(pathlib.Path(__file__).resolve().parent)
-    done = shardplan("trace", "profiled:profiled_gpt", "--batch", str(BATCH), "--seq", str(SEQUENCE), "--dtype", "float32", "-o", folder / "trace.json", cwd=here)
+    done = shardplan(
+        "trace", "profiled:profiled_gpt", "--batch", str(BATCH), "--seq", str(SEQUENCE), "--dtype", "float32", "-o",
+        folder / "trace.json", cwd=here,
+    )
     assert done.returncode == 0, done.stderr
     made = {}
     for policy in ("fsdp2", "fsdp1"):
         made[policy] = folder / f"{policy}.plan.json"
-        done = shardplan("plan", folder / "trace.json", "--cluster", "h200_8", "--ranks", "2", "--policy", policy, "--unit", "blocks.*", "--optimizer", "adamw", "-q", "-o", made[policy])
+        done = shardplan(
+            "plan", folder / "trace.json", "--cluster", "h200_8", "--ranks", "2", "--policy", policy, "--unit",
+            "blocks.*", "--optimizer", "adamw", "-q", "-o", made[policy],
+        )
         assert done.returncode == 0, done.stderr
     with plans_in(folder / "kept"):
         for kind, policy in (("fsdp2", "fsdp2"), ("fsdp1", "fsdp1"), ("plan", "fsdp2")):
@@ -244,7 +282,11 @@ def test_usage(plans, shardplan, tmp_path):
     copy.write_bytes(good.read_bytes())
     for arguments, code, said in (
         ([good, "-o", "x.json"], 2, "--plan"),
-        ([good, "--plan", plans["fsdp2"], "--rank", "5", "-o", tmp_path / "x.json"], 2, "no profile of that rank (found 0)"),
+        (
+            [good, "--plan", plans["fsdp2"], "--rank", "5", "-o", tmp_path / "x.json"],
+            2,
+            "no profile of that rank (found 0)",
+        ),
         ([copy, "--plan", plans["fsdp2"], "-o", copy], 2, "an output is a file that is read"),
         ([good, "--plan", plans["fsdp2"], "-o", tmp_path / "no" / "x.json"], 4, "cannot write"),
         ([good, "--plan", good, "-o", tmp_path / "x.json"], 3, ""),

@@ -14,7 +14,7 @@ from conftest import ROOT, build_folder
 
 KINDS = ["trace", "cluster", "strategy", "plan", "report", "state_layout", "reshard"]
 
-# What a JSON Schema cannot say: that what is referred to exists, is unique, or is in order.
+# Rules that a JSON Schema cannot say: that what is referred to exists, is unique, or is in order.
 BEYOND_SCHEMA = [
     "a backward of a micro-batch that has had no forward",
     "procedures are ordered by unit and by kind",
@@ -33,13 +33,17 @@ BEYOND_SCHEMA = [
     "the source of a figure is said twice",
     "a segment that makes gradients is backward",
 ]
-# What one part of a document has to say of another is checked apart from the fields (CheckTrace, CheckStrategy).
+# Rules between parts of a document are checked apart from the fields (CheckTrace, CheckStrategy).
 CHECKS = ["strategy_check.cc", "trace_check.cc", "trace_modules_check.cc"]
 
 
 def reasons_of_checks() -> list[str]:
     """The longest words of each text in their sources, between what is filled in."""
-    texts = [text for name in CHECKS for text in re.findall(r'"((?:[^"\\\n]|\\.)*)"', (ROOT / "schemas/src/documents" / name).read_text())]
+    texts = [
+        text
+        for name in CHECKS
+        for text in re.findall(r'"((?:[^"\\\n]|\\.)*)"', (ROOT / "schemas/src/documents" / name).read_text())
+    ]
     longest = (max(re.split(r"\{[^}]*\}", text), key=len).strip() for text in texts)
     return [words for words in longest if len(words) >= 10 and not words.endswith(".h")]
 
@@ -178,7 +182,9 @@ def test_reader_and_schema_agree_on_broken_documents(kind, validators, program):
     rejected = 0
     for (mutant, path), answer in zip(mutants, answers, strict=True):
         valid = validators[kind].is_valid(mutant)
-        where = f"seed {seed}: /{'/'.join(map(str, path))}: schema says {'valid' if valid else 'invalid'}, reader {answer}"
+        where = (
+            f"seed {seed}: /{'/'.join(map(str, path))}: schema says {'valid' if valid else 'invalid'}, reader {answer}"
+        )
         if answer is None:
             assert valid, where
         else:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each knob's golden plan differs from the default as its difference.txt says, and docs/reference/knobs-*.md tells exactly that."""
+"""Each knob's golden plan differs from the default as its difference.txt says, and docs/reference/knobs-*.md tells
+exactly that."""
 
 import sys
 

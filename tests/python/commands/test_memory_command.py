@@ -70,7 +70,11 @@ def deferred_of(shardplan, *arguments):
     assert rows.returncode == 0, rows.stderr
     found = json.loads(rows.stdout).get("deferred_gradients")
     table = shardplan("memory", *given).stdout
-    said = re.findall(r"^gradients that wait for their reduction: at most (\d+) bytes, ([\d.]+) GiB, of (\d+) units?, since (.*)$", table, re.M)
+    said = re.findall(
+        r"^gradients that wait for their reduction: at most (\d+) bytes, ([\d.]+) GiB, of (\d+) units?, since (.*)$",
+        table,
+        re.M,
+    )
     if found is None:
         assert "wait for" not in table
         return None
@@ -105,7 +109,10 @@ def test_without_synchronisation_the_gradients_of_all_units_wait(shardplan, poli
     given = ("--policy", policy, "--accumulate", accumulate, "--no-sync")
     assert deferred_of(shardplan, *given) == (3 * LAYER * 2, 3)
     wider = 4 if policy == "fsdp2" else 2  # FSDP1 keeps them as they were made
-    assert deferred_of(shardplan, *given, "--param-dtype", "bfloat16", "--reduce-dtype", "float32") == (3 * LAYER * wider, 3)
+    assert deferred_of(shardplan, *given, "--param-dtype", "bfloat16", "--reduce-dtype", "float32") == (
+        3 * LAYER * wider,
+        3,
+    )
 
 
 @pytest.mark.parametrize("arguments", [(), ("--accumulate", 3), ("--policy", "fsdp1", "--accumulate", 2)])
@@ -164,7 +171,9 @@ def test_reserved_bytes_cover_the_peak_and_other_settings_are_tried(shardplan, p
     assert len(tried) == 7
     # A setting that is tried gives what it gives when it is in force.
     forced = shardplan("memory", plan, "--alloc-conf", "roundup_power2_divisions:4")
-    assert int(re.search(r"reserved at its peak +(\d+)", forced.stdout).group(1)) == int(tried["roundup_power2_divisions:4"])
+    assert int(re.search(r"reserved at its peak +(\d+)", forced.stdout).group(1)) == int(
+        tried["roundup_power2_divisions:4"]
+    )
     assert "|####" in found.stdout
 
 
@@ -204,7 +213,11 @@ def test_explain_memory_sums_up_to_the_peak_and_names_knobs(shardplan, plan):
 def test_knobs_that_are_tried_have_the_peaks_of_such_plans(shardplan, plan, tmp_path):
     table = shardplan("explain-memory", plan, "--trace", TRACE)
     assert table.returncode == 0, table.stderr
-    tried = dict(re.findall(r"^(\S.*?)  +(\d+) +[+-]\d+(?:  changes numbers)?$", table.stdout.split("planned again with")[1], re.M))
+    tried = dict(
+        re.findall(
+            r"^(\S.*?)  +(\d+) +[+-]\d+(?:  changes numbers)?$", table.stdout.split("planned again with")[1], re.M
+        )
+    )
     assert tried
     fused = tmp_path / "fused.json"
     made = shardplan("plan", TRACE, "--cluster", "h100_sxm_8", "-q", "-o", fused, "--optimizer", "adamw-fused")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces that are shipped: found by name, equal to what the tracer makes, read as any other; damaged ones are refused in one line."""
+"""Traces that are shipped: found by name, equal to what the tracer makes, read as any other; damaged ones are refused
+in one line."""
 
 import gzip
 import json
@@ -17,17 +18,25 @@ CLUSTER = ["--cluster", "h100", "--ranks", "8", "-q"]
 
 
 def shardplan(*arguments: object, cwd: pathlib.Path | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run([build_folder() / "bin" / "shardplan", *map(str, arguments)], capture_output=True, text=True, cwd=cwd, check=False)
+    return subprocess.run(
+        [build_folder() / "bin" / "shardplan", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+    )
 
 
 def by_name(shipped: str) -> list[str]:
-    """What a user says."""
+    """A user's arguments."""
     model, _, seq = shipped.partition(".seq")
     return [model, *(["--seq", seq] if seq else [])]
 
 
 def test_every_config_has_traces():
-    assert {name.partition(".seq")[0] for name in SHIPPED} == {path.stem for path in (ROOT / "examples" / "models").glob("*.json")}
+    assert {name.partition(".seq")[0] for name in SHIPPED} == {
+        path.stem for path in (ROOT / "examples" / "models").glob("*.json")
+    }
 
 
 @pytest.mark.parametrize("shipped", SHIPPED)
@@ -45,7 +54,9 @@ def test_a_model_is_planned_by_name_as_its_trace_is(shipped, tmp_path):
 
 @pytest.mark.parametrize("model", ["vit-large"])  # the others: dev/update_models --check, nightly
 def test_a_shipped_trace_is_what_the_tracer_makes(model):
-    done = subprocess.run([sys.executable, ROOT / "dev" / "update_models", model, "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, ROOT / "dev" / "update_models", model, "--check"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -57,8 +68,14 @@ def test_commands_that_take_a_trace_take_a_name(tmp_path):
     assert (done := shardplan("certify", plan, certificate, "--trace", *name)).returncode == 0, done.stderr
     assert shardplan("plan", *name, *CLUSTER, "--unit", "transformer.h.*", "-o", plan).returncode == 0
     assert (done := shardplan("explain-memory", plan, "--trace", *name)).returncode == 0, done.stderr
-    assert (done := shardplan("export", plan, "--fsdp2", "--trace", *name, "-o", tmp_path / "apply.py")).returncode == 0, done.stderr
-    assert (done := shardplan("sweep", "gpt2-xl", "--seq", "1024", "--ranks", "8", "--cluster", "h100", "-o", tmp_path / "sweep.csv")).returncode == 0, done.stderr
+    assert (
+        done := shardplan("export", plan, "--fsdp2", "--trace", *name, "-o", tmp_path / "apply.py")
+    ).returncode == 0, done.stderr
+    assert (
+        done := shardplan(
+            "sweep", "gpt2-xl", "--seq", "1024", "--ranks", "8", "--cluster", "h100", "-o", tmp_path / "sweep.csv"
+        )
+    ).returncode == 0, done.stderr
     assert ",yes," in (tmp_path / "sweep.csv").read_text()
 
 
@@ -73,8 +90,18 @@ def test_without_a_length_it_is_the_tracers_or_the_longest(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["llama-3.1-9b"], 3, "llama-3.1-9b: no such trace file, nor a model whose traces are shipped (expected a path, or one of: bert-large, "),
-        (["llama-3.1-8b", "--seq", "1000"], 3, "llama-3.1-8b: the trace with this sequence length is not shipped; `shardplan trace` makes it (found --seq 1000, expected one of: 2048, 4096, 8192)"),
+        (
+            ["llama-3.1-9b"],
+            3,
+            "llama-3.1-9b: no such trace file, nor a model whose traces are shipped (expected a path, or one of: "
+            "bert-large, ",
+        ),
+        (
+            ["llama-3.1-8b", "--seq", "1000"],
+            3,
+            "llama-3.1-8b: the trace with this sequence length is not shipped; `shardplan trace` makes it (found "
+            "--seq 1000, expected one of: 2048, 4096, 8192)",
+        ),
         (["vit-large", "--seq", "16"], 3, "vit-large: the model has no sequence (found --seq 16, expected no --seq)"),
         (["llama-3.1-8b", "--seq", "0"], 2, "--seq"),
         (["there.json", "--seq", "16"], 2, "--seq is of shipped models, and the trace is a file (found there.json)"),
@@ -108,4 +135,6 @@ def test_damaged_traces_are_refused_in_one_line(seed, tmp_path):
         damaged[-draw.randint(1, 8)] ^= 0xFF
     (tmp_path / "t.json.gz").write_bytes(damaged)
     done = shardplan("validate", "t.json.gz", cwd=tmp_path)
-    assert done.returncode in (3, 4) and len(done.stderr.splitlines()) == 1 and "t.json.gz: " in done.stderr, f"seed {seed}: {done.stderr}"
+    assert done.returncode in (3, 4) and len(done.stderr.splitlines()) == 1 and "t.json.gz: " in done.stderr, (
+        f"seed {seed}: {done.stderr}"
+    )

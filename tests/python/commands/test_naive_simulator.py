@@ -10,7 +10,8 @@ import naive_simulator
 import pytest
 from conftest import ROOT, build_folder
 
-# Rates without a common factor, groups that are not aligned to nodes, kernels shorter than their issue, and overlap that slows.
+# Rates without a common factor, groups that are not aligned to nodes, kernels shorter than their issue, and overlap
+# that slows.
 ODD = {
     "schema": "shardplan.cluster/1",
     "name": "odd",
@@ -22,10 +23,22 @@ ODD = {
         "memory_bytes_per_second": 1_234_567_891,
         "memory_efficiency_ppm": 777_777,
         "vector_flops_per_second": 98_765_432_1,
-        "matmul": [{"dtype": "float32", "flops_per_second": 3_333_333_337, "efficiency": [{"flops": 7, "efficiency_ppm": 1234}, {"flops": 100_003, "efficiency_ppm": 654_321}]}],
+        "matmul": [
+            {
+                "dtype": "float32", "flops_per_second": 3_333_333_337,
+                "efficiency": [{"flops": 7, "efficiency_ppm": 1234}, {"flops": 100_003, "efficiency_ppm": 654_321}],
+            }
+        ],
         "attention": [{"dtype": "float32", "flops_per_second": 2_222_222_223, "half_rate_sequence": 7}],
-        "class_rates": [{"operator_class": "softmax", "memory_rate_ppm": 333_333}, {"operator_class": "elementwise", "memory_rate_ppm": 1_234_567}, {"operator_class": "loss", "memory_rate_ppm": 77_777}],
-        "memory_efficiency": [{"moved_bytes": 100, "efficiency_ppm": 55_555}, {"moved_bytes": 77_777, "efficiency_ppm": 777_777}],
+        "class_rates": [
+            {"operator_class": "softmax", "memory_rate_ppm": 333_333},
+            {"operator_class": "elementwise", "memory_rate_ppm": 1_234_567},
+            {"operator_class": "loss", "memory_rate_ppm": 77_777},
+        ],
+        "memory_efficiency": [
+            {"moved_bytes": 100, "efficiency_ppm": 55_555},
+            {"moved_bytes": 77_777, "efficiency_ppm": 777_777},
+        ],
         "kernel_overhead_ns": 97,
         "clock_ppm": 912_345,
         "spread_ppm": 23_457,
@@ -42,20 +55,47 @@ ODD = {
         "launch_queue_depth": 5,
     },
     "links": [
-        {"name": "inner", "latency_ns": 211, "bytes_per_second": 2_718_281_828, "base_latency_ns": 101, "protocols": [{"name": "LL", "latency_ns": 31, "rate_ppm": 333_333}],
-         "algorithms": ["nvls"], "nvls_rate_ppm": 765_432},
-        {"name": "outer", "latency_ns": 1_999, "bytes_per_second": 1_618_033_988, "protocols": [{"name": "LL", "latency_ns": 401, "rate_ppm": 254_321}],
-         "algorithms": ["tree", "pat", "nvls"], "pod_nodes": 2, "beyond_pod_rate_ppm": 612_345},
+        {
+            "name": "inner", "latency_ns": 211, "bytes_per_second": 2_718_281_828, "base_latency_ns": 101,
+            "protocols": [{"name": "LL", "latency_ns": 31, "rate_ppm": 333_333}], "algorithms": ["nvls"],
+            "nvls_rate_ppm": 765_432,
+        },
+        {
+            "name": "outer", "latency_ns": 1_999, "bytes_per_second": 1_618_033_988,
+            "protocols": [{"name": "LL", "latency_ns": 401, "rate_ppm": 254_321}],
+            "algorithms": ["tree", "pat", "nvls"], "pod_nodes": 2, "beyond_pod_rate_ppm": 612_345,
+        },
     ],
     "collectives": [
-        {"kind": "all_gather", "ranks": 2, "link": "inner", "points": [{"full_tensor_bytes": 100, "duration_ns": 977}, {"full_tensor_bytes": 3_001, "duration_ns": 4_001}]},
-        {"kind": "all_gather", "ranks": 2, "concurrent_groups": 2, "link": "inner", "points": [{"full_tensor_bytes": 1, "duration_ns": 1_511}, {"full_tensor_bytes": 500, "duration_ns": 1_511}, {"full_tensor_bytes": 70_001, "duration_ns": 90_001}]},
-        {"kind": "reduce_scatter", "ranks": 4, "link": "outer", "points": [{"full_tensor_bytes": 0, "duration_ns": 0}, {"full_tensor_bytes": 4_099, "duration_ns": 21_001}]},
+        {
+            "kind": "all_gather",
+            "ranks": 2,
+            "link": "inner",
+            "points": [
+                {"full_tensor_bytes": 100, "duration_ns": 977},
+                {"full_tensor_bytes": 3_001, "duration_ns": 4_001},
+            ],
+        },
+        {
+            "kind": "all_gather",
+            "ranks": 2,
+            "concurrent_groups": 2,
+            "link": "inner",
+            "points": [
+                {"full_tensor_bytes": 1, "duration_ns": 1_511},
+                {"full_tensor_bytes": 500, "duration_ns": 1_511},
+                {"full_tensor_bytes": 70_001, "duration_ns": 90_001},
+            ],
+        },
+        {
+            "kind": "reduce_scatter", "ranks": 4, "link": "outer",
+            "points": [{"full_tensor_bytes": 0, "duration_ns": 0}, {"full_tensor_bytes": 4_099, "duration_ns": 21_001}],
+        },
     ],
     "compute_rate_while_communicating_ppm": 876_543,
     "communication_rate_while_computing_ppm": 543_211,
     "host_link_bytes_per_second": 123_456_789,
-}  # fmt: skip
+}
 # The same on a machine without a device: the host's thread runs what streams are given.
 ON_THE_HOST = {**ODD, "name": "odd host", "host": {**ODD["host"], "runs_kernels": True}}
 FIRST_SEED = int(os.environ.get("SHARDPLAN_SEED", "31000"))
@@ -75,7 +115,7 @@ def memory_of(plan):
 
 
 def figures(document, machines, alone):
-    """What a report says of time, from the naive simulator."""
+    """A report's figures of time, from the naive simulator."""
     last, plan = machines[-1], document.plan
     sums = last.sums
     communication = sums["communication"]
@@ -89,29 +129,54 @@ def figures(document, machines, alone):
         "compute_ns": sums["compute"],
         "communication_ns": communication,
         "exposed_communication_ns": sums["exposed"],
-        "overlap_ppm": 10**6 - (naive_simulator.nearest(naive_simulator.Fraction(sums["exposed"] * 10**6, communication)) if communication else 0),
+        "overlap_ppm": 10**6
+        - (
+            naive_simulator.nearest(naive_simulator.Fraction(sums["exposed"] * 10**6, communication))
+            if communication
+            else 0
+        ),
         "host_ns": sums["host"],
         "host_work_ns": sums["host_work"],
         "streams": [(s["name"], sums["busy", i], sums["operations", i]) for i, s in enumerate(plan["streams"])],
         "collectives": sorted(
-            (kind, plan["communicators"][group]["name"], source, sums["busy", (kind, group, source)], sums["exposed", (kind, group, source)])
+            (
+                kind, plan["communicators"][group]["name"], source, sums["busy", (kind, group, source)],
+                sums["exposed", (kind, group, source)],
+            )
             for kind, group, source in groups
         ),
-        "activities": {name[1]: time for name, time in [*sums.items(), (("activity", "idle"), last.end - total)] if name[0] == "activity" and time},
-        "units": [(sums["unit_forward", u], sums["unit_backward", u], sums["unit_exposed", u]) for u in range(len(document.units))],
+        "activities": {
+            name[1]: time
+            for name, time in [*sums.items(), (("activity", "idle"), last.end - total)]
+            if name[0] == "activity" and time
+        },
+        "units": [
+            (sums["unit_forward", u], sums["unit_backward", u], sums["unit_exposed", u])
+            for u in range(len(document.units))
+        ],
     }
 
 
 def reported(report):
     """The same from a report document."""
     memory = report["memory"]
-    categories = lambda field: {c["category"]: c["size_bytes"] for c in memory.get(field, []) if c["category"] not in ("cuda_context", "nccl_buffers", "unmanaged")}  # noqa: E731
-    fields = ["step_ns", "forward_ns", "backward_ns", "optimizer_ns", "compute_ns", "communication_ns", "exposed_communication_ns", "overlap_ppm", "host_ns"]
+    categories = lambda field: {
+        c["category"]: c["size_bytes"]
+        for c in memory.get(field, [])
+        if c["category"] not in ("cuda_context", "nccl_buffers", "unmanaged")
+    }  # noqa: E731
+    fields = [
+        "step_ns", "forward_ns", "backward_ns", "optimizer_ns", "compute_ns", "communication_ns",
+        "exposed_communication_ns", "overlap_ppm", "host_ns",
+    ]
     return {
         **{field: report[field] for field in fields},
         "host_work_ns": report.get("host_work_ns", 0),
         "streams": [(s["stream"], s["busy_ns"], s["operations"]) for s in report["streams"]],
-        "collectives": sorted((c["kind"], c["communicator"], c["cost_source"], c["busy_ns"], c["exposed_ns"]) for c in report["collectives"]),
+        "collectives": sorted(
+            (c["kind"], c["communicator"], c["cost_source"], c["busy_ns"], c["exposed_ns"])
+            for c in report["collectives"]
+        ),
         "activities": {entry["activity"]: entry["time_ns"] for entry in report.get("activities", [])},
         "units": [(u["forward_ns"], u["backward_ns"], u["exposed_ns"]) for u in report["units"]],
         "peak_bytes": memory["peak_bytes"],
@@ -130,37 +195,49 @@ def spans_of(machines):
         for stream, item, start, end in machine.spans:
             trigger, instruction = item.where
             if instruction is not None:
-                spans.append([-1 if stream is None else stream, step, trigger, instruction, start + offset, end + offset])
+                spans.append(
+                    [-1 if stream is None else stream, step, trigger, instruction, start + offset, end + offset]
+                )
         offset += machine.end
     return sorted(spans)
 
 
 def autograd_adds_up(document):
-    """Gradients wait for a later backward, and autograd widens and adds them up inside a segment, where its operators say. The naive walk follows the plan's instructions
-    behind it, which hold no less at the peak; real PyTorch is the oracle of these plans (tests/python/device/memory_random.py)."""
+    """Gradients wait for a later backward, and autograd widens and adds them up inside a segment, where its operators
+    say. The naive walk follows the plan's instructions behind it, which hold no less at the peak; real PyTorch is the
+    oracle of these plans (tests/python/device/memory_random.py)."""
     release = str(document.plan["strategy"].get("pytorch", "2.11"))
     late = tuple(map(int, release.split(".")[:2])) >= (2, 15)
     units = document.plan["units"]
-    layouts = [units[document.at("unit", b["unit"])].get("layout", "per_parameter") for b in document.plan["buffers"] if b["role"] == "grad_unsharded_accumulated" and "unit" in b]
+    layouts = [
+        units[document.at("unit", b["unit"])].get("layout", "per_parameter")
+        for b in document.plan["buffers"]
+        if b["role"] == "grad_unsharded_accumulated" and "unit" in b
+    ]
     return late and "per_parameter" in layouts
 
 
 def compare(name, plan, memory, cluster, report, spans):
-    """What differs, "" if nothing does."""
+    """The difference; "" if there is none."""
     document = naive_simulator.Document(plan, cluster)
     machines, alone = naive_simulator.simulate(document)
     naive, product = {**figures(document, machines, alone), **memory}, reported(report)
     for field, value in product.items():
         if field in ("peak_bytes", "peak_by_category") and autograd_adds_up(document):
             if product["peak_bytes"] > naive["peak_bytes"]:
-                return f"{name} on {cluster['name']}: peak_bytes is {product['peak_bytes']}, by the page at most {naive['peak_bytes']}"
+                return (
+                    f"{name} on {cluster['name']}: peak_bytes is {product['peak_bytes']}, by the page at most "
+                    f"{naive['peak_bytes']}"
+                )
         elif naive[field] != value:
             return f"{name} on {cluster['name']}: {field} is {value}, by the page {naive[field]}"
     mine = spans_of(machines)
     for a, b in zip(mine, sorted(spans), strict=False):
         if a != b:
             return f"{name} on {cluster['name']}: span {b}, by the page {a}"
-    return "" if len(mine) == len(spans) else f"{name} on {cluster['name']}: {len(spans)} spans, by the page {len(mine)}"
+    return (
+        "" if len(mine) == len(spans) else f"{name} on {cluster['name']}: {len(spans)} spans, by the page {len(mine)}"
+    )
 
 
 def test_agrees_on_every_plan_of_the_tests(tmp_path, record_property):
@@ -186,7 +263,9 @@ def test_agrees_on_every_plan_of_the_tests(tmp_path, record_property):
         for k, cluster in enumerate(clusters):
             if k > 0 and n % 2 != k - 1:  # of the odd clusters each with every second plan
                 continue
-            report, spans = (json.loads((tmp_path / f"{n}.{k}.{what}.json").read_text()) for what in ("report", "spans"))
+            report, spans = (
+                json.loads((tmp_path / f"{n}.{k}.{what}.json").read_text()) for what in ("report", "spans")
+            )
             difference = compare(name, plan, memory, cluster, report, spans)
             if difference:
                 different.append(difference)

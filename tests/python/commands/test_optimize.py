@@ -19,8 +19,11 @@ JOB = [TRACE, "--cluster", CLUSTER]
 def made(shardplan, tmp_path_factory):
     folder = tmp_path_factory.mktemp("optimized")
     files = {name: folder / f"{name}.json" for name in ("plan", "certificate", "report", "strategy")}
-    result = shardplan("optimize", *JOB, "--memory-budget", "device", "--allow", "policy", "-o", files["plan"], "--certificate", files["certificate"],
-                       "--report", files["report"], "--write-strategy", files["strategy"], "--time-limit", "2min")
+    result = shardplan(
+        "optimize", *JOB, "--memory-budget", "device", "--allow", "policy", "-o", files["plan"], "--certificate",
+        files["certificate"], "--report", files["report"], "--write-strategy", files["strategy"], "--time-limit",
+        "2min",
+    )
     assert result.returncode == 0, result.stderr
     assert "best so far" in result.stderr and "lower bound" in result.stdout
     return files
@@ -38,7 +41,12 @@ def test_the_plan_verifies_and_is_what_the_report_says(shardplan, made, tmp_path
     assert report["step_ns"] == load(simulated)["step_ns"]
     assert report["complete"] and report["lower_bound_ns"] <= report["step_ns"]
     assert report["gap_ppm"] == (report["step_ns"] - report["lower_bound_ns"]) * 1_000_000 // report["lower_bound_ns"]
-    assert report["peak_allocated_bytes"] <= report["peak_pooled_bytes"] <= report["peak_reserved_bytes"] <= report["budget_bytes"]
+    assert (
+        report["peak_allocated_bytes"]
+        <= report["peak_pooled_bytes"]
+        <= report["peak_reserved_bytes"]
+        <= report["budget_bytes"]
+    )
     assert all(report["step_ns"] <= baseline["step_ns"] for baseline in report["baselines"] if baseline["fits"])
     assert {decision["decision"] for decision in report["decisions"]} >= {"units", "reshard", "prefetch"}
 
@@ -53,9 +61,13 @@ def test_the_strategy_makes_the_same_plan(shardplan, made, tmp_path):
 def test_no_setting_of_the_knobs_is_faster(shardplan, made, tmp_path):
     step = load(made["report"])["step_ns"]
     plan, simulated = tmp_path / "plan.json", tmp_path / "simulated.json"
-    for knobs in (["--policy", "fsdp2"], ["--policy", "fsdp2", "--reshard-after-forward", "false"], ["--policy", "fsdp1"],
-                  ["--policy", "fsdp2", "--forward-prefetch", "2", "--backward-prefetch", "2", "--separate-reduce-scatter"],
-                  ["--policy", "fsdp1", "--sharding", "shard_grad_op"]):
+    for knobs in (
+        ["--policy", "fsdp2"],
+        ["--policy", "fsdp2", "--reshard-after-forward", "false"],
+        ["--policy", "fsdp1"],
+        ["--policy", "fsdp2", "--forward-prefetch", "2", "--backward-prefetch", "2", "--separate-reduce-scatter"],
+        ["--policy", "fsdp1", "--sharding", "shard_grad_op"],
+    ):
         assert shardplan("plan", *JOB, *knobs, "-o", plan, "-q").returncode == 0
         assert shardplan("simulate", plan, "--report", simulated, "-q").returncode == 0
         assert step <= load(simulated)["step_ns"], knobs
@@ -99,18 +111,27 @@ def test_a_certificate_of_another_plan_is_refused(shardplan, made, tmp_path):
 @pytest.mark.parametrize("policy", ("fsdp1", "fsdp2"))
 def test_the_policy_stays_unless_another_is_allowed(shardplan, tmp_path, policy):
     files = [tmp_path / f"{name}.json" for name in ("plan", "report", "certificate")]
-    result = shardplan("optimize", *JOB, "--policy", policy, "--memory-budget", "device", "-o", files[0], "--report", files[1], "--certificate", files[2], "-q")
+    result = shardplan(
+        "optimize", *JOB, "--policy", policy, "--memory-budget", "device", "-o", files[0], "--report", files[1],
+        "--certificate", files[2], "-q",
+    )
     assert result.returncode == 0, result.stderr
     assert load(files[0])["policy"] == policy
     assert all(baseline["name"].startswith(policy) for baseline in load(files[1])["baselines"])
     assert len(load(files[2])["branches"]) == 1, "the bound is of this policy's layout"
-    assert shardplan("optimize", *JOB, "--fix", "policy", "--memory-budget", "device", "-o", files[0], "-q").returncode == 2
+    assert (
+        shardplan("optimize", *JOB, "--fix", "policy", "--memory-budget", "device", "-o", files[0], "-q").returncode
+        == 2
+    )
 
 
 def test_without_a_plan_in_the_budget_it_says_what_is_missing(shardplan, tmp_path):
     result = shardplan("optimize", *JOB, "--memory-budget", "1KiB", "-o", tmp_path / "plan.json", "-q")
     assert result.returncode == 1 and not list(tmp_path.iterdir())
-    for words in ("the least budget of one is", "none of the class", "--allow checkpoint", "no number of ranks would do: activations alone exceed the budget"):
+    for words in (
+        "the least budget of one is", "none of the class", "--allow checkpoint",
+        "no number of ranks would do: activations alone exceed the budget",
+    ):
         assert words in result.stderr
 
 
@@ -122,7 +143,11 @@ def test_the_robust_plan_is_no_worse_than_the_fastest_at_the_worst_of_the_costs(
     made = load(report)
     robust = made["robust"]
     assert robust["off_ppm"] == 200_000 and len(robust["corners"]) == 8
-    assert robust["worst_ns"] == max(made["step_ns"], *(corner["step_ns"] for corner in robust["corners"])) <= robust["plain_worst_ns"]
+    assert (
+        robust["worst_ns"]
+        == max(made["step_ns"], *(corner["step_ns"] for corner in robust["corners"]))
+        <= robust["plain_worst_ns"]
+    )
     assert robust["plain_step_ns"] <= made["step_ns"]
     assert shardplan("explain", plan, "--report", report).returncode == 0
     for wrong in ("20", "0%", "95%", "much", "-20%"):
@@ -132,22 +157,33 @@ def test_the_robust_plan_is_no_worse_than_the_fastest_at_the_worst_of_the_costs(
 
 def test_the_mesh_is_decided_where_that_is_allowed(shardplan, tmp_path):
     files = {name: tmp_path / f"{name}.json" for name in ("plan", "report", "certificate", "strategy")}
-    result = shardplan("optimize", *JOB, "--memory-budget", "device", "--allow", "mesh,policy", "-o", files["plan"], "--report", files["report"],
-                       "--certificate", files["certificate"], "--write-strategy", files["strategy"])
+    result = shardplan(
+        "optimize", *JOB, "--memory-budget", "device", "--allow", "mesh,policy", "-o", files["plan"], "--report",
+        files["report"], "--certificate", files["certificate"], "--write-strategy", files["strategy"],
+    )
     assert result.returncode == 0, result.stderr
     assert "meshes and micro-batches" in result.stdout and "mesh replicate=4,shard=2" in result.stderr
     report = load(files["report"])
-    assert {variant["mesh"] for variant in report["variants"]} == {"shard=8", "replicate=2,shard=4", "replicate=4,shard=2"}
+    assert {variant["mesh"] for variant in report["variants"]} == {
+        "shard=8", "replicate=2,shard=4", "replicate=4,shard=2",
+    }
     chosen, = (variant for variant in report["variants"] if variant["outcome"] == "chosen")
-    assert chosen["step_ns"] == report["step_ns"] and chosen["mesh"] == ",".join(f"{dim['name']}={dim['size']}" for dim in load(files["strategy"])["mesh"])
+    assert chosen["step_ns"] == report["step_ns"] and chosen["mesh"] == ",".join(
+        f"{dim['name']}={dim['size']}" for dim in load(files["strategy"])["mesh"]
+    )
     assert report["variants_lower_bound_ns"] == min(variant["lower_bound_ns"] for variant in report["variants"])
     assert shardplan("certify", files["plan"], files["certificate"], "--trace", TRACE).returncode == 0
     for variant in report["variants"]:
         mesh = variant["mesh"].split(",")
-        alone = shardplan("optimize", *JOB, "--memory-budget", "device", "--allow", "policy", "--mesh", *mesh, "-o", files["plan"], "--report", files["report"], "-q")
+        alone = shardplan(
+            "optimize", *JOB, "--memory-budget", "device", "--allow", "policy", "--mesh", *mesh, "-o", files["plan"],
+            "--report", files["report"], "-q",
+        )
         assert alone.returncode == 0, alone.stderr
         assert report["step_ns"] <= load(files["report"])["step_ns"]
-    refused = shardplan("optimize", *JOB, "--memory-budget", "device", "--allow", "mesh", "--mesh", "shard=8", "-o", files["plan"], "-q")
+    refused = shardplan(
+        "optimize", *JOB, "--memory-budget", "device", "--allow", "mesh", "--mesh", "shard=8", "-o", files["plan"], "-q"
+    )
     assert refused.returncode == 2 and "the mesh is given" in refused.stderr
 
 
@@ -164,10 +200,16 @@ def test_the_microbatch_of_a_global_batch_is_decided(shardplan, tmp_path):
     result = shardplan("optimize", *job, "--global-batch", 8 * 8192)
     assert result.returncode == 0, result.stderr
     variants = load(report)["variants"]
-    assert [(variant["trace"], variant["microbatch_size"], variant["microbatches"]) for variant in variants] == [(str(other), 4096, 2), (str(TRACE), 8192, 1)]
+    assert [(variant["trace"], variant["microbatch_size"], variant["microbatches"]) for variant in variants] == [
+        (str(other), 4096, 2),
+        (str(TRACE), 8192, 1),
+    ]
     assert sum(variant["outcome"] == "chosen" for variant in variants) == 1
-    for flags, words in ((["--global-batch", 8 * 8192 + 1], "a multiple of 32768: micro-batches of 4096 on 8 ranks"), ([], "--global-batch says how many"),
-                         (["--global-batch", 8 * 8192, "--accumulate", 2], "the training loop is given")):
+    for flags, words in (
+        (["--global-batch", 8 * 8192 + 1], "a multiple of 32768: micro-batches of 4096 on 8 ranks"),
+        ([], "--global-batch says how many"),
+        (["--global-batch", 8 * 8192, "--accumulate", 2], "the training loop is given"),
+    ):
         result = shardplan("optimize", *job, *flags)
         assert result.returncode == 2 and words in result.stderr, result.stderr
     half["parameters"][0]["shape"][0] *= 2
@@ -176,11 +218,19 @@ def test_the_microbatch_of_a_global_batch_is_decided(shardplan, tmp_path):
     assert result.returncode == 3 and "half.json" in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize("flags, flag", [
-    (["--memory-budget", "much"], "--memory-budget"), (["--memory-budget", "-1GiB"], "--memory-budget"),
-    (["--memory-budget", "nan"], "--memory-budget"), (["--memory-budget", "1e400"], "--memory-budget"),
-    (["--memory-budget", "1GiB", "--time-limit", "soon"], "--time-limit"), (["--memory-budget", "1GiB", "--allow", "all"], "--allow"),
-    (["--memory-budget", "1GiB", "--fix", "all"], "--fix"), ([], "--memory-budget")])
+@pytest.mark.parametrize(
+    "flags, flag",
+    [
+        (["--memory-budget", "much"], "--memory-budget"),
+        (["--memory-budget", "-1GiB"], "--memory-budget"),
+        (["--memory-budget", "nan"], "--memory-budget"),
+        (["--memory-budget", "1e400"], "--memory-budget"),
+        (["--memory-budget", "1GiB", "--time-limit", "soon"], "--time-limit"),
+        (["--memory-budget", "1GiB", "--allow", "all"], "--allow"),
+        (["--memory-budget", "1GiB", "--fix", "all"], "--fix"),
+        ([], "--memory-budget"),
+    ],
+)
 def test_wrong_flags_are_named(shardplan, flags, flag, tmp_path):
     result = shardplan("optimize", *JOB, *flags, "-o", tmp_path / "plan.json")
     assert result.returncode == 2 and flag in result.stderr, result.stderr
@@ -188,8 +238,10 @@ def test_wrong_flags_are_named(shardplan, flags, flag, tmp_path):
 
 def test_a_signal_ends_the_search_and_the_best_is_written(tmp_path):
     plan, report = tmp_path / "plan.json", tmp_path / "report.json"
-    command = [build_folder() / "bin" / "shardplan", "optimize", *JOB, "--memory-budget", "device", "--allow", "checkpoint",
-               "--threads", "1", "--time-limit", "2min", "-o", plan, "--report", report]
+    command = [
+        build_folder() / "bin" / "shardplan", "optimize", *JOB, "--memory-budget", "device", "--allow", "checkpoint",
+        "--threads", "1", "--time-limit", "2min", "-o", plan, "--report", report,
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     process.stderr.readline()  # the first plan is there
     os.kill(process.pid, signal.SIGINT)
@@ -206,7 +258,9 @@ def test_explain_says_what_units_do_and_what_memory_is_worth(shardplan, made, tm
     assert "gathered from all ranks" in result.stdout and "this plan" in result.stdout
     report = load(made["report"])
     points = [(point["peak_reserved_bytes"], point["step_ns"]) for point in report["curve"]]
-    assert points == sorted(points) and [time for _, time in points] == sorted((time for _, time in points), reverse=True)
+    assert points == sorted(points) and [time for _, time in points] == sorted(
+        (time for _, time in points), reverse=True
+    )
     assert any(time <= report["step_ns"] and size <= report["budget_bytes"] for size, time in points)
     svg = ElementTree.parse(picture).getroot()
     circles = [element for element in svg if element.tag.endswith("circle")]

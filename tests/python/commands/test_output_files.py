@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs are written whole or not at all: signals at any moment, full disks, links, outputs that are inputs. Real processes, every command."""
+"""Outputs are written whole or not at all: signals at any moment, full disks, links, outputs that are inputs. Real
+processes, every command."""
 
 import json
 import os
@@ -13,7 +14,10 @@ import time
 
 import pytest
 from conftest import ROOT
-from writers import ALLOCATOR_LOG, CLUSTER, FLAGS, MEASURED, PROFILE, OPTIMIZE, TABLE, TRACE, WRITERS, command_line, commands, everything_in, program, python, run, small_files
+from writers import (
+    ALLOCATOR_LOG, CLUSTER, FLAGS, MEASURED, PROFILE, OPTIMIZE, TABLE, TRACE, WRITERS, command_line, commands,
+    everything_in, program, python, run, small_files,
+)
 
 SEED = int(os.environ.get("SHARDPLAN_SEED", "20"))
 OLD = "what was there before\n"
@@ -25,9 +29,11 @@ each_writer = pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writ
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """What commands read, in a folder of its own."""
+    """Inputs of commands, in a folder of their own."""
     folder = tmp_path_factory.mktemp("inputs")
-    files = {"trace": folder / "trace.json", "plan": folder / "plan.json", "log": folder / "log.json", "null": "/dev/null"}
+    files = {
+        "trace": folder / "trace.json", "plan": folder / "plan.json", "log": folder / "log.json", "null": "/dev/null",
+    }
     files |= {"table": folder / "table.csv", "measured": folder / "measured.json", "profile": folder / "profile.json"}
     files |= {"base": folder / "base.json"}
     shutil.copy(CLUSTER, files["base"])
@@ -40,7 +46,11 @@ def inputs(tmp_path_factory):
     assert made.returncode == 0, made.stderr
     simulated = run([program(), "simulate", files["plan"], "-q", "--report", "-"], stdout=subprocess.PIPE)
     files["step"] = folder / "step.json"
-    files["step"].write_text(json.dumps({**json.loads(simulated.stdout), "measured": {"device": "GPU", "rank": 0, "ranks": 1, "steps_ns": [1]}}))
+    files["step"].write_text(
+        json.dumps(
+            {**json.loads(simulated.stdout), "measured": {"device": "GPU", "rank": 0, "ranks": 1, "steps_ns": [1]}}
+        )
+    )
     files |= {"best": folder / "best.json", "report": folder / "report.json"}
     made = run([program(), "optimize", files["trace"], *OPTIMIZE, "-o", files["best"], "--report", files["report"]])
     assert made.returncode == 0, made.stderr
@@ -55,19 +65,32 @@ def test_every_output_of_every_command_is_tried():
             flag = re.match(r"\s+(?:-\w,\s*)?(?:-\w FILE, )?(--[\w-]+)", line)
             # argparse puts the help of a long flag on the next line.
             about = line + text[text.index(line) + len(line) :].lstrip("\n").split("\n")[0] * (len(line) < 40)
-            if flag and re.search(r"\b[Ww]rite\b|[Ww]here to write", about) and not re.search(r"[Ww]rites? .*GPU", about):
+            if (
+                flag
+                and re.search(r"\b[Ww]rite\b|[Ww]here to write", about)
+                and not re.search(r"[Ww]rites? .*GPU", about)
+            ):
                 found.add(f"{command} {flag.group(1)}")
-    found -= {"rehearse --report", "rehearse --html", "rehearse --snapshot"}  # each run imports torch: tests/python/rehearse
-    assert found == {writer.name for writer in WRITERS} | ({"run --profile"} if "run --profile" in found else set())  # import-profile writes it; test_self_profile.py
+    # Each run imports torch: tests/python/rehearse.
+    found -= {"rehearse --report", "rehearse --html", "rehearse --snapshot"}
+    # import-profile writes it (test_self_profile.py).
+    assert found == {writer.name for writer in WRITERS} | ({"run --profile"} if "run --profile" in found else set())
 
 
 def test_nothing_else_in_the_sources_writes_files():
-    """One writer in C++, one in Python; and checkpoints, whose files are written piece by piece, beside their place until all are whole. A rehearsed
-    process writes what it tells into the command's scratch folder, and has nothing of this package."""
+    """One writer in C++, one in Python; and checkpoints, whose files are written piece by piece, beside their place
+    until all are whole. A rehearsed process writes what it tells into the command's scratch folder, and has nothing of
+    this package."""
     checkpoints = {"schemas/checkpoints/files/file_sink.cc", "schemas/checkpoints/files/journal.cc"}
     writes = {
-        ".cc": (r"ofstream|\bfopen\(|\brename\(|\bmkstemp\(|O_CREAT", {"schemas/src/files/file_write.cc", "tools/cli/support.cc"} | checkpoints),
-        ".py": (r"""\bopen\([^)]*["'][wax]b?\+?["']|(?<!files)\.write_(?:text|bytes)\(|json\.dump\(""", {"tools/python/shardplan/files.py", "tools/python/shardplan/command.py"}),
+        ".cc": (
+            r"ofstream|\bfopen\(|\brename\(|\bmkstemp\(|O_CREAT",
+            {"schemas/src/files/file_write.cc", "tools/cli/support.cc"} | checkpoints,
+        ),
+        ".py": (
+            r"""\bopen\([^)]*["'][wax]b?\+?["']|(?<!files)\.write_(?:text|bytes)\(|json\.dump\(""",
+            {"tools/python/shardplan/files.py", "tools/python/shardplan/command.py"},
+        ),
     }
     for suffix, (pattern, writers) in writes.items():
         found = set()
@@ -78,15 +101,25 @@ def test_nothing_else_in_the_sources_writes_files():
         assert found <= writers
 
 
-@pytest.mark.parametrize("out, why", [("/dev/full", "No space left"), ("nowhere/out", "No such file"), ("folder", "Is a directory"), ("file/out", "Not a directory")])
+@pytest.mark.parametrize(
+    "out, why",
+    [
+        ("/dev/full", "No space left"),
+        ("nowhere/out", "No such file"),
+        ("folder", "Is a directory"),
+        ("file/out", "Not a directory"),
+    ],
+)
 @pytest.mark.parametrize("flag", ["-o", "--html", "reshard-checkpoint"])
 def test_an_output_that_grows_or_is_a_folder_cannot_be_written(flag, out, why, tmp_path):
-    """Of the commands whose outputs are no single file, written at once."""
+    """Commands whose outputs are no single file, written at once."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text(OLD)
     (tmp_path / "state.safetensors").write_bytes(TENSORS)
     sweep = ["sweep", TRACE, "-q", flag, out, "--", "--unit", "layers.*"]
-    line = ["reshard-checkpoint", "state.safetensors", out, "--world-size", "2"] if flag == "reshard-checkpoint" else sweep
+    line = (
+        ["reshard-checkpoint", "state.safetensors", out, "--world-size", "2"] if flag == "reshard-checkpoint" else sweep
+    )
     done = run([program(), *line], cwd=tmp_path)
     there_already = flag == "reshard-checkpoint" and out in ("/dev/full", "folder")
     assert done.returncode == (2 if there_already else 4) and "Traceback" not in done.stderr, done
@@ -234,7 +267,14 @@ command.run("writer", main)
 def test_the_python_writer_needs_no_proc(tmp_path):
     out = tmp_path / "out"
     for content in ("first", "second"):
-        written = run(python("from shardplan import files; files._OPEN_FILES = '/no/such/folder'; files.write_text(sys.argv[1], sys.argv[2])", out, content))
+        written = run(
+            python(
+                "from shardplan import files; files._OPEN_FILES = '/no/such/folder'; files.write_text(sys.argv[1], "
+                "sys.argv[2])",
+                out,
+                content,
+            )
+        )
         assert written.returncode == 0, written.stderr
         assert out.read_text() == content and everything_in(tmp_path) == {"out"}
 
@@ -242,10 +282,13 @@ def test_the_python_writer_needs_no_proc(tmp_path):
 @pytest.mark.parametrize("number", ENDS, ids=lambda number: number.name)
 @pytest.mark.parametrize("where", ["flushed", "linked", "named"])
 def test_the_python_writer_under_signals(where, number, tmp_path):
-    """In the middle of its work: before the file has a name, when it has one, on a file system that has no files without a name."""
+    """In the middle of its work: before the file has a name, when it has one, on a file system that has no files
+    without a name."""
     out = tmp_path / "out"
     out.write_text(OLD)
-    writer = subprocess.Popen(python(SLOW_WRITER, out, where), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        python(SLOW_WRITER, out, where), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert writer.stdout.readline() == "now\n", writer.stderr.read()
     writer.send_signal(number)
     assert writer.wait(timeout=30) == -number
@@ -263,12 +306,17 @@ def test_the_commands_remove_what_a_killed_writer_left_and_no_more(inputs, tmp_p
 
     left, used = tmp_path / ".shardplan-1-0.tmp", tmp_path / ".shardplan-2-0.tmp"
     left.write_text("left")
-    show = command_line(next(writer for writer in WRITERS if writer.command == "show"), {**inputs, "out": tmp_path / "out"})
+    show = command_line(
+        next(writer for writer in WRITERS if writer.command == "show"), {**inputs, "out": tmp_path / "out"}
+    )
     with open(used, "w") as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
         assert run(show).returncode == 0
         assert everything_in(tmp_path) == {"out", used.name}
-        assert run(python("from shardplan import files; files.write_text(sys.argv[1], 'x')", tmp_path / "out")).returncode == 0
+        assert (
+            run(python("from shardplan import files; files.write_text(sys.argv[1], 'x')", tmp_path / "out")).returncode
+            == 0
+        )
         assert everything_in(tmp_path) == {"out", used.name}
     assert run(show).returncode == 0
     assert everything_in(tmp_path) == {"out"}

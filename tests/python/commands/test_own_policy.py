@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--policy-library: libraries that misbehave are errors that name them; a plan of another policy is read without its library."""
+"""--policy-library: libraries that misbehave are errors that name them; a plan of another policy is read without its
+library."""
 
 import json
 import pathlib
@@ -33,7 +34,10 @@ def plan(shardplan, tmp_path):
     """Plans three layers by a library; gives the result, and the plan's path."""
 
     def run(*words):
-        return shardplan("plan", EXAMPLE / "trace.json", "--cluster", EXAMPLE / "cluster.json", "--unit", "layers.*", "-q", "-o", tmp_path / "plan.json", *words)
+        return shardplan(
+            "plan", EXAMPLE / "trace.json", "--cluster", EXAMPLE / "cluster.json", "--unit", "layers.*", "-q", "-o",
+            tmp_path / "plan.json", *words,
+        )
 
     return run
 
@@ -41,7 +45,11 @@ def plan(shardplan, tmp_path):
 def test_a_library_that_is_not_there_or_is_none(plan, tmp_path):
     text = tmp_path / "text.so"
     text.write_text("no library\n")
-    for path, says in ((tmp_path / "missing.so", "there is no such file"), (text, "cannot be loaded"), (tmp_path, "cannot be loaded")):
+    for path, says in (
+        (tmp_path / "missing.so", "there is no such file"),
+        (text, "cannot be loaded"),
+        (tmp_path, "cannot be loaded"),
+    ):
         done = plan("--policy-library", path)
         assert done.returncode == BAD_INPUT
         assert done.stderr.startswith(f"shardplan: error: {path}: {says}")
@@ -104,13 +112,19 @@ def test_a_knob_without_a_library_makes_no_sense(plan):
 
 
 def test_only_policies_that_are_built_in_are_searched(libraries, shardplan):
-    done = shardplan("optimize", EXAMPLE / "trace.json", "--memory-budget", "device", "--policy-library", libraries / "careless.so", "-q")
+    done = shardplan(
+        "optimize", EXAMPLE / "trace.json", "--memory-budget", "device", "--policy-library", libraries / "careless.so",
+        "-q",
+    )
     assert done.returncode == USAGE and "--policy-library" in done.stderr
 
 
 def test_strategies_and_plans_are_read_without_the_library(libraries, plan, shardplan, tmp_path):
     strategy = tmp_path / "strategy.json"
-    done = plan("--policy-library", libraries / "careless.so", "--policy-knob", "share=2", "--policy-knob", "quick=true", "--skip", "verify", "--write-strategy", strategy)
+    done = plan(
+        "--policy-library", libraries / "careless.so", "--policy-knob", "share=2", "--policy-knob", "quick=true",
+        "--skip", "verify", "--write-strategy", strategy,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(strategy.read_text())["policy_knobs"] == {"quick": True, "share": 2}
     assert shardplan("validate", strategy).stdout == f"{strategy}: strategy: policy careless, 2 unit rules\n"
@@ -126,20 +140,43 @@ def test_strategies_and_plans_are_read_without_the_library(libraries, plan, shar
 
     done = plan("--strategy", strategy)
     assert done.returncode == BAD_INPUT
-    assert done.stderr == f"shardplan: error: {strategy}: /policy: unknown policy (found careless, expected fsdp2, fsdp1 or one of a library (--policy-library))\n"
+    assert (
+        done.stderr
+        == (
+            f"shardplan: error: {strategy}: /policy: unknown policy (found careless, expected fsdp2, fsdp1 or one of "
+            "a library (--policy-library))\n"
+        )
+    )
 
 
 def test_a_strategy_gives_knobs_and_flags_go_over_them(libraries, plan, tmp_path):
     strategy = tmp_path / "strategy.json"
-    strategy.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "careless", "policy_knobs": {"share": 0.25, "mistake": "throws"}}))
-    done = plan("--strategy", strategy, "--policy-library", libraries / "careless.so", "--policy-knob", "mistake=none", "--skip", "verify")
+    strategy.write_text(
+        json.dumps(
+            {
+                "schema": "shardplan.strategy/1", "policy": "careless",
+                "policy_knobs": {"share": 0.25, "mistake": "throws"},
+            }
+        )
+    )
+    done = plan(
+        "--strategy", strategy, "--policy-library", libraries / "careless.so", "--policy-knob", "mistake=none",
+        "--skip", "verify",
+    )
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "plan.json").read_text())["strategy"]["policy_knobs"] == {"mistake": "none", "quick": False, "share": 0.25}
+    assert json.loads((tmp_path / "plan.json").read_text())["strategy"]["policy_knobs"] == {
+        "mistake": "none", "quick": False, "share": 0.25,
+    }
 
-    strategy.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "careless", "policy_knobs": {"shares": 1}}))
+    strategy.write_text(
+        json.dumps({"schema": "shardplan.strategy/1", "policy": "careless", "policy_knobs": {"shares": 1}})
+    )
     done = plan("--strategy", strategy, "--policy-library", libraries / "careless.so")
     assert done.returncode == BAD_INPUT
-    assert done.stderr.startswith(f"shardplan: error: {strategy}: /policy_knobs/shares: policy careless (") and "expected mistake, share, quick" in done.stderr
+    assert (
+        done.stderr.startswith(f"shardplan: error: {strategy}: /policy_knobs/shares: policy careless (")
+        and "expected mistake, share, quick" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +185,10 @@ def test_a_strategy_gives_knobs_and_flags_go_over_them(libraries, plan, tmp_path
         ({"policy": "fsdp2", "policy_knobs": {"a": 1}}, "/policy_knobs: fsdp2 is built in and has a block of its own"),
         ({"policy": ""}, "/policy: a policy has a name"),
         ({"policy": "own", "policy_knobs": {"a": [1]}}, "/policy_knobs/a: wrong type"),
-        ({"policy": "own", "setup": [{"method": "unshard", "module": ""}]}, "/setup/0/method: own does not know this call"),
+        (
+            {"policy": "own", "setup": [{"method": "unshard", "module": ""}]},
+            "/setup/0/method: own does not know this call",
+        ),
     ],
 )
 def test_strategies_that_are_refused(shardplan, tmp_path, document, says):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The colours of the pages can be told apart by everybody: each pair as it is and as people without one kind of cones see it, in light and dark."""
+"""The colours of the pages can be told apart by everybody: each pair as it is and as people without one kind of cones
+see it, in light and dark."""
 
 import itertools
 import json
@@ -13,7 +14,8 @@ PAGE = ROOT / "simulator" / "src" / "report" / "page"
 ACTIVITIES = ("forward", "backward", "optimizer", "all_gather", "reduce_scatter", "all_reduce", "copy")
 LEAST = 0.05  # in OKLab, where about 0.02 is the least that is seen side by side
 
-# Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency" (2009), severity 1, of linear RGB.
+# Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency" (2009),
+# severity 1, of linear RGB.
 SEEN = {
     "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
@@ -31,8 +33,22 @@ def oklab(colour: str, seen) -> tuple[float, ...]:
     encoded = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in encoded]
     linear = [min(1.0, max(0.0, c)) for c in times(seen, linear)]
-    cones = times(((0.4122214708, 0.5363325363, 0.0514459929), (0.2119034982, 0.6806995451, 0.1073969566), (0.0883024619, 0.2817188376, 0.6299787005)), linear)
-    return times(((0.2104542553, 0.7936177850, -0.0040720468), (1.9779984951, -2.4285922050, 0.4505937099), (0.0259040371, 0.7827717662, -0.8086757660)), [c ** (1 / 3) for c in cones])
+    cones = times(
+        (
+            (0.4122214708, 0.5363325363, 0.0514459929),
+            (0.2119034982, 0.6806995451, 0.1073969566),
+            (0.0883024619, 0.2817188376, 0.6299787005),
+        ),
+        linear,
+    )
+    return times(
+        (
+            (0.2104542553, 0.7936177850, -0.0040720468),
+            (1.9779984951, -2.4285922050, 0.4505937099),
+            (0.0259040371, 0.7827717662, -0.8086757660),
+        ),
+        [c ** (1 / 3) for c in cones],
+    )
 
 
 def difference(one: str, other: str, seen) -> float:
@@ -41,7 +57,10 @@ def difference(one: str, other: str, seen) -> float:
 
 def schemes() -> dict[str, dict[str, str]]:
     light, dark = (PAGE / "report.css").read_text().split("@media (prefers-color-scheme: dark)", 1)
-    return {name: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", part)) for name, part in (("light", light), ("dark", dark.split("* {")[0]))}
+    return {
+        name: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", part))
+        for name, part in (("light", light), ("dark", dark.split("* {")[0]))
+    }
 
 
 SCHEMES, CATEGORIES = schemes(), json.loads((PAGE / "categories.json").read_text())
@@ -49,7 +68,9 @@ SCHEMES, CATEGORIES = schemes(), json.loads((PAGE / "categories.json").read_text
 
 def test_the_measure_knows_what_looks_alike():
     assert difference("#ff0000", "#ff0000", SEEN["all cones"]) == 0
-    assert difference("#c04040", "#6b6b00", SEEN["all cones"]) > 2 * difference("#c04040", "#6b6b00", SEEN["deuteranopia"])
+    assert difference("#c04040", "#6b6b00", SEEN["all cones"]) > 2 * difference(
+        "#c04040", "#6b6b00", SEEN["deuteranopia"]
+    )
 
 
 @pytest.mark.parametrize("seen", SEEN)
@@ -72,7 +93,10 @@ def test_activities_differ_from_each_other_and_all_from_the_page(scheme, seen):
 
 
 def test_every_category_has_a_colour_and_says_what_it_is(shardplan):
-    made = shardplan("memory", ROOT / "examples" / "three_layers" / "trace.json", "--ranks", 8, "--policy", "fsdp2", "--rows", "-", "-q")
+    made = shardplan(
+        "memory", ROOT / "examples" / "three_layers" / "trace.json", "--ranks", 8, "--policy", "fsdp2", "--rows", "-",
+        "-q",
+    )
     assert made.returncode == 0, made.stderr
     told = json.loads(made.stdout)
     assert set(told["categories"]) <= set(CATEGORIES)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front page and the guide: every command that a page shows with a prompt prints what the page says.
 
-A block begins a command with "$ "; a line that ends in a backslash goes on. What follows is its output, "..." stands for any lines. Commands of a page run in one folder,
-in their order, with the repository's `tools` and `examples` in it. A comment `<!-- files: NAME=PATH ... -->` puts files of the repository there under a name;
-a Python block that begins with "# NAME.py" is that file, a C++ block that begins with "// NAME" and a CMake block that begins with "# CMakeLists.txt" likewise. All other
-C++ blocks of a page with a CMakeLists.txt are compiled, too, each as the body of a function (CONTEXT). PREFIX is a folder with shardplan installed.
+A block begins a command with "$ "; a line that ends in a backslash goes on. Its output follows, "..." stands for any
+lines. Commands of a page run in one folder, in their order, with the repository's `tools` and `examples` in it. A
+comment `<!-- files: NAME=PATH ... -->` puts files of the repository there under a name. A Python block that begins with
+"# NAME.py" is that file; a C++ block that begins with "// NAME" and a CMake block that begins with "# CMakeLists.txt"
+likewise. All other C++ blocks of a page with a CMakeLists.txt are compiled, too, each as the body of a function
+(CONTEXT). PREFIX is a folder with shardplan installed.
 """
 
 import gzip
@@ -56,27 +58,36 @@ at::Tensor Loss(Net& net, const at::Tensor& points, const at::Tensor& kinds);
 extern volatile std::sig_atomic_t told_to_end;
 """
 ARGUMENTS = (
-    "Net& net, executor::Training& training, torch::optim::AdamW& optimizer, const at::Tensor& points, const at::Tensor& kinds, "
+    "Net& net, executor::Training& training, torch::optim::AdamW& optimizer, const at::Tensor& points, const "
+    "at::Tensor& kinds, "
     "int64_t& step, std::map<std::string, at::Tensor>& extra, shardplan::Status& saving"
 )
 
 
 def files_of(text: str) -> dict[str, str]:
     """The files that a page shows, and the snippets of a page with a CMakeLists.txt as a part of its project."""
-    files = dict(re.findall(r"^```(?:python|cpp|cmake)\n(?:#|//) (\w+\.(?:py|h|cc|txt))\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    files = dict(
+        re.findall(
+            r"^```(?:python|cpp|cmake)\n(?:#|//) (\w+\.(?:py|h|cc|txt))\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+        )
+    )
     if "CMakeLists.txt" not in files:
         return {name: code for name, code in files.items() if name.endswith(".py")}
     source = CONTEXT
     for i, block in enumerate(re.findall(r"^```cpp\n(?!// \w+\.(?:h|cc)\n)(.*?)^```", text, re.MULTILINE | re.DOTALL)):
         source += block if block.startswith("struct") else f"void Snippet{i}({ARGUMENTS}) {{ {{\n{block}}} }}\n"
-    files["CMakeLists.txt"] += "add_library(snippets OBJECT snippets.cc)\ntarget_link_libraries(snippets PRIVATE shardplan::training)\n"
+    files["CMakeLists.txt"] += (
+        "add_library(snippets OBJECT snippets.cc)\ntarget_link_libraries(snippets PRIVATE shardplan::training)\n"
+    )
     return files | {"snippets.cc": source}
 
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory) -> pathlib.Path:
     prefix = tmp_path_factory.mktemp("installed")
-    subprocess.run(["cmake", "--install", str(build_folder()), "--prefix", str(prefix)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["cmake", "--install", str(build_folder()), "--prefix", str(prefix)], check=True, stdout=subprocess.DEVNULL
+    )
     return prefix
 
 
@@ -94,7 +105,14 @@ def test_pages_have_commands():
 
 @pytest.mark.parametrize(
     ("expected", "printed", "same"),
-    [(["a", "..."], ["a", "b", "c"], True), (["a", "...", "c"], ["a", "c"], True), (["a"], ["a", "b"], False), (["a", "..."], ["b"], False), (["..."], [], True), (["a.c"], ["abc"], False)],
+    [
+        (["a", "..."], ["a", "b", "c"], True),
+        (["a", "...", "c"], ["a", "c"], True),
+        (["a"], ["a", "b"], False),
+        (["a", "..."], ["b"], False),
+        (["..."], [], True),
+        (["a.c"], ["abc"], False),
+    ],
 )
 def test_dots_stand_for_any_lines(expected, printed, same):
     assert agree(expected, printed) == same
@@ -113,14 +131,25 @@ def test_commands_print_what_the_page_says(page, tmp_path, request):
             shutil.copy(ROOT / path, tmp_path / name)
     for name, code in files_of(text).items():
         (tmp_path / name).write_text(code)
-    environment = os.environ | {"SHARDPLAN_BUILD": str(build_folder()), "SHARDPLAN_PYTHON": sys.executable, "PATH": f"{build_folder() / 'bin'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {
+        "SHARDPLAN_BUILD": str(build_folder()), "SHARDPLAN_PYTHON": sys.executable,
+        "PATH": f"{build_folder() / 'bin'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     environment |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
     if "$PREFIX" in text:
         environment["PREFIX"] = str(request.getfixturevalue("installed"))
     for command, expected in commands_of(text):
         command = command.replace("tools/shardplan", "shardplan")
         # Progress is for who watches; what a command says at its end is on either stream.
-        done = subprocess.run(["bash", "-c", f"{command} 2>stderr"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, timeout=280, check=False)
+        done = subprocess.run(
+            ["bash", "-c", f"{command} 2>stderr"],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=280,
+            check=False,
+        )
         said = (tmp_path / "stderr").read_text()
         printed = done.stdout.splitlines()
         if expected and not printed:

@@ -8,8 +8,11 @@ from conftest import ROOT
 
 TRACE = ROOT / "examples" / "three_layers" / "trace.json"
 CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
-PASSES = ("apply_checkpointing fuse_operators choose_units split_ties extend_gradients join_tensors record_order offload_activations place_events await_copies "
-          "build_graph linearise describe digest verify").split()
+PASSES = (
+    "apply_checkpointing fuse_operators choose_units split_ties extend_gradients join_tensors record_order "
+    "offload_activations place_events await_copies "
+    "build_graph linearise describe digest verify"
+).split()
 ARGUMENTS = ["--cluster", CLUSTER, "--unit", "layers.*", "-q"]
 
 
@@ -23,10 +26,24 @@ def test_passes_are_listed_in_order(shardplan):
     assert [line.split()[0] for line in result.stdout.splitlines()] == PASSES
 
 
-@pytest.mark.parametrize("name, begin", [
-    ("apply_checkpointing", "{"), ("fuse_operators", "{"), ("choose_units", "unit 0: (root)\n"), ("split_ties", "{"), ("extend_gradients", "{"),
-    ("join_tensors", "{"), ("record_order", "step 0\n  forward_begin"), ("place_events", "{"), ("build_graph", "digraph"),
-    ("linearise", "{"), ("describe", "{"), ("digest", "{"), ("verify", "the plan verifies\n")])
+@pytest.mark.parametrize(
+    "name, begin",
+    [
+        ("apply_checkpointing", "{"),
+        ("fuse_operators", "{"),
+        ("choose_units", "unit 0: (root)\n"),
+        ("split_ties", "{"),
+        ("extend_gradients", "{"),
+        ("join_tensors", "{"),
+        ("record_order", "step 0\n  forward_begin"),
+        ("place_events", "{"),
+        ("build_graph", "digraph"),
+        ("linearise", "{"),
+        ("describe", "{"),
+        ("digest", "{"),
+        ("verify", "the plan verifies\n"),
+    ],
+)
 def test_what_each_pass_made_is_written(shardplan, name, begin):
     result = shardplan("plan", TRACE, *ARGUMENTS, "--stop-after", name, "--dump")
     assert result.returncode == 0, result.stderr
@@ -39,7 +56,9 @@ def test_a_rewritten_trace_is_read_again_and_planned_alike(shardplan, tmp_path):
     checkpointed, direct, indirect = tmp_path / "trace.json", tmp_path / "direct.json", tmp_path / "indirect.json"
     rule = ["--checkpoint", "layers.*"]
     assert shardplan("plan", TRACE, *ARGUMENTS, *rule, "-o", direct).returncode == 0
-    result = shardplan("plan", TRACE, *ARGUMENTS, *rule, "--stop-after", "apply_checkpointing", "--dump", "-o", checkpointed)
+    result = shardplan(
+        "plan", TRACE, *ARGUMENTS, *rule, "--stop-after", "apply_checkpointing", "--dump", "-o", checkpointed
+    )
     assert result.returncode == 0 and result.stdout == "", result.stderr
     assert checkpointed.read_bytes() != TRACE.read_bytes()
     assert shardplan("plan", checkpointed, *ARGUMENTS, "-o", indirect).returncode == 0
@@ -64,8 +83,10 @@ def test_stopping_runs_no_later_pass_and_writes_nothing(shardplan, tmp_path):
 def test_a_skipped_pass_does_not_run(shardplan, tmp_path):
     plain, skipped = tmp_path / "plain.json", tmp_path / "skipped.json"
     assert shardplan("plan", TRACE, *ARGUMENTS, "-o", plain).returncode == 0
-    result = shardplan("plan", TRACE, *ARGUMENTS[:-1], "--checkpoint", "layers.*", "--skip", "apply_checkpointing", "--skip",
-                       "verify", "-o", skipped)
+    result = shardplan(
+        "plan", TRACE, *ARGUMENTS[:-1], "--checkpoint", "layers.*", "--skip", "apply_checkpointing", "--skip", "verify",
+        "-o", skipped,
+    )
     assert result.returncode == 0, result.stderr
     assert "apply_checkpointing" not in result.stderr and "verify" not in result.stderr
     assert steps_of(skipped) == steps_of(plain)

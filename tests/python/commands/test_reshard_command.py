@@ -11,7 +11,10 @@ LAYERS = ROOT / "examples" / "three_layers"
 
 def layout(ranks, **placement):
     tensor = {"name": "w", "dtype": "float32", "shape": [7, 3], **placement}
-    return {"schema": "shardplan.state_layout/1", "name": f"on {ranks}", "mesh": [{"name": "shard", "size": ranks}], "tensors": [tensor]}
+    return {
+        "schema": "shardplan.state_layout/1", "name": f"on {ranks}", "mesh": [{"name": "shard", "size": ranks}],
+        "tensors": [tensor],
+    }
 
 
 ROWS = {"splits": [{"mesh_dims": ["shard"], "tensor_dim": 0}]}
@@ -56,7 +59,9 @@ def test_plans_stand_for_their_layouts(tmp_path, shardplan):
 def test_the_plan_is_verified_shown_and_simulated(files, tmp_path, shardplan):
     source, target = files(source=layout(2, **ROWS), target=layout(3, **ROWS))
     plan = tmp_path / "plan.json"
-    done = shardplan("reshard", source, target, "--cluster", "h100_sxm_8", "--budget", "1MiB", "--ranks-per-node", 2, "-o", plan)
+    done = shardplan(
+        "reshard", source, target, "--cluster", "h100_sxm_8", "--budget", "1MiB", "--ranks-per-node", 2, "-o", plan
+    )
     assert done.returncode == 0 and "1 tensors, 2 -> 3 ranks: 4 copies" in done.stdout and "time:" in done.stdout
     document = json.loads(plan.read_text())
     assert (document["budget_bytes"], document["ranks_per_node"]) == (2**20, 2)
@@ -77,7 +82,10 @@ WRONG = {
     "missing": ({"name": "x"}, "/tensors/0: the source has no tensor of that name (found x)"),
     "shape": ({"shape": [3, 7]}, "/tensors/0/shape"),
     "dtype": ({"dtype": "int32"}, "/tensors/0/dtype"),
-    "dimension": ({"splits": [{"mesh_dims": ["tp"], "tensor_dim": 0}]}, "/tensors/0/splits/0/mesh_dims/0: not a dimension of the mesh"),
+    "dimension": (
+        {"splits": [{"mesh_dims": ["tp"], "tensor_dim": 0}]},
+        "/tensors/0/splits/0/mesh_dims/0: not a dimension of the mesh",
+    ),
     "flat": ({"flat": 1}, "/tensors/0/flat"),
 }
 

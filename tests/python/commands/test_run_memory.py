@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peak of memory that `shardplan run` measures, of real allocations, is the one that `shardplan simulate` says: on the CPU, and by PyTorch's own caching allocator on the device in software (docs/internals/device.md)."""
+"""The peak of memory that `shardplan run` measures, of real allocations, is the one that `shardplan simulate` says: on
+the CPU, and by PyTorch's own caching allocator on the device in software (docs/internals/device.md)."""
 
 import json
 import re
@@ -57,7 +58,10 @@ def plan_and_report(shardplan, tmp_path_factory):
             stem = re.sub(r"\W+", "_", f"{name} {ranks}")
             document, plan, report = (folder / f"{stem}.{kind}.json" for kind in ("strategy", "plan", "report"))
             document.write_text(json.dumps({"schema": "shardplan.strategy/1", **strategy}))
-            planned = shardplan("plan", TRACES / f"{trace}.json", "--cluster", folder / "cluster.json", "--strategy", document, "-q", "-o", plan)
+            planned = shardplan(
+                "plan", TRACES / f"{trace}.json", "--cluster", folder / "cluster.json", "--strategy", document, "-q",
+                "-o", plan,
+            )
             assert planned.returncode == 0, planned.stderr
             assert shardplan("simulate", plan, "--report", report).returncode == 0
             made[name, ranks] = plan, report
@@ -75,7 +79,9 @@ def peaks(text: str) -> tuple[str, str]:
 @pytest.mark.parametrize(("name", "ranks"), [(name, 1 + i % 2) for i, name in enumerate(CASES)])
 def test_the_measured_peak_is_the_simulated_one_on_the_cpu(plan_and_report, shardplan, name, ranks):
     plan, report = plan_and_report(name, ranks)
-    run = shardplan("run", plan, "--ranks", ranks, "--device", "cpu", "--compute-scale", 0, "--steps", 3, "--report", report)
+    run = shardplan(
+        "run", plan, "--ranks", ranks, "--device", "cpu", "--compute-scale", 0, "--steps", 3, "--report", report
+    )
     assert run.returncode == 0, run.stderr
     measured, simulated = peaks(run.stdout)
     assert measured == simulated
@@ -85,7 +91,10 @@ def test_the_measured_peak_is_the_simulated_one_on_the_cpu(plan_and_report, shar
 def test_the_measured_peak_is_the_simulated_one_by_the_caching_allocator(plan_and_report, name):
     plan, report = plan_and_report(name, 2)
     run = on_device(
-        [str(build_folder() / "bin" / "shardplan-run"), str(plan), "--ranks", "2", "--device", "cuda", "--compute-scale", "0", "--steps", "3", "--report", str(report)],
+        [
+            str(build_folder() / "bin" / "shardplan-run"), str(plan), "--ranks", "2", "--device", "cuda",
+            "--compute-scale", "0", "--steps", "3", "--report", str(report),
+        ],
         "null",
     )
     assert run.returncode == 0, run.stderr

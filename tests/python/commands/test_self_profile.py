@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan that measures itself: `shardplan.torch.profile` and `shardplan run --profile`, next to what the plan has and the simulator says."""
+"""A plan that measures itself: `shardplan.torch.profile` and `shardplan run --profile`, next to what the plan has and
+the simulator says."""
 
 import collections
 import json
@@ -27,10 +28,16 @@ POLICIES = ("fsdp2", "fsdp1")
 def made(shardplan, tmp_path_factory):
     """By policy, the plan of the GPT on two ranks."""
     folder = tmp_path_factory.mktemp("plans")
-    done = shardplan("trace", "profiled:profiled_gpt", "--batch", str(BATCH), "--seq", str(SEQUENCE), "--dtype", "float32", "-o", folder / "trace.json", cwd=str(HERE))
+    done = shardplan(
+        "trace", "profiled:profiled_gpt", "--batch", str(BATCH), "--seq", str(SEQUENCE), "--dtype", "float32", "-o",
+        folder / "trace.json", cwd=str(HERE),
+    )
     assert done.returncode == 0, done.stderr
     for policy in POLICIES:
-        done = shardplan("plan", folder / "trace.json", "--cluster", "h200_8", "--ranks", "2", "--policy", policy, "--unit", "blocks.*", "--optimizer", "adamw", "-q", "-o", folder / f"{policy}.json")
+        done = shardplan(
+            "plan", folder / "trace.json", "--cluster", "h200_8", "--ranks", "2", "--policy", policy, "--unit",
+            "blocks.*", "--optimizer", "adamw", "-q", "-o", folder / f"{policy}.json",
+        )
         assert done.returncode == 0, done.stderr
     return {policy: folder / f"{policy}.json" for policy in POLICIES}
 
@@ -59,12 +66,14 @@ def simulated(shardplan, plan: pathlib.Path) -> dict:
 
 
 def check(report: dict, plan: pathlib.Path, expected: dict) -> None:
-    """What holds of every report of a plan that measured itself."""
+    """Checks that every report of a plan that measured itself has to pass."""
     jsonschema.validate(report, json.loads((ROOT / "schemas" / "json" / "report.schema.json").read_text()))
     assert report["plan_digest"] == expected["plan_digest"]
     assert [one["kind"] for one in report["instructions"]] == planned(plan)
     facts = ("kind", "communicator", "count", "full_tensor_bytes")
-    assert [[entry[f] for f in facts] for entry in report["collectives"]] == [[entry[f] for f in facts] for entry in expected["collectives"]]
+    assert [[entry[f] for f in facts] for entry in report["collectives"]] == [
+        [entry[f] for f in facts] for entry in expected["collectives"]
+    ]
     assert report["measured"]["collectives_beside_plan"] == report["measured"]["collectives_missing"] == 0
     # Work of an instruction follows the call, and all of it is in the streams' sums.
     by_stream = collections.defaultdict(list)
@@ -73,7 +82,9 @@ def check(report: dict, plan: pathlib.Path, expected: dict) -> None:
         if "stream" in one:
             assert one["host_begin_ns"] <= one["begin_ns"] <= one["end_ns"], one
             by_stream[one["stream"]].append((one["begin_ns"], one["end_ns"]))
-    assert {entry["stream"]: entry["operations"] for entry in report["streams"]} == {stream: len(spans) for stream, spans in by_stream.items()}
+    assert {entry["stream"]: entry["operations"] for entry in report["streams"]} == {
+        stream: len(spans) for stream, spans in by_stream.items()
+    }
     busy = {one["kind"]: 0 for one in report["collectives"]}
     for one in report["instructions"]:
         if one["kind"] in busy:
@@ -92,14 +103,22 @@ def check(report: dict, plan: pathlib.Path, expected: dict) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ranks_measure_themselves(policy, made, on_ranks, shardplan, tmp_path):
     outcomes = on_ranks(self_profiled.profiled_steps, made[policy], tmp_path)
-    assert outcomes == 2 * [{"steps": 8, "equal": True, "same": True}]  # 1 of warm-up, 3 and 3, and the one that ends the last
+    # 1 of warm-up, 3 and 3, and the one that ends the last.
+    assert outcomes == 2 * [{"steps": 8, "equal": True, "same": True}]
     expected = simulated(shardplan, made[policy])
     for name in ("rank0", "rank1", "both"):
         report = json.loads((tmp_path / f"{name}.json").read_text())
         check(report, made[policy], expected)
         measured = report["measured"]
-        assert measured["device"] == "CPU" and measured["rank"] == int(name == "rank1") and measured["ranks"] == 1 + (name == "both")
-        assert len(measured["steps_ns"]) == len(measured["unrecorded_steps_ns"]) == 3 and report["step_ns"] in measured["steps_ns"]
+        assert (
+            measured["device"] == "CPU"
+            and measured["rank"] == int(name == "rank1")
+            and measured["ranks"] == 1 + (name == "both")
+        )
+        assert (
+            len(measured["steps_ns"]) == len(measured["unrecorded_steps_ns"]) == 3
+            and report["step_ns"] in measured["steps_ns"]
+        )
         assert all(unit["forward_ns"] > 0 and unit["backward_ns"] > 0 for unit in report["units"]), report["units"]
         assert min(report["forward_ns"], report["backward_ns"], report["optimizer_ns"]) > 0
         assert 0 <= measured.get("waiting_ns", 0) <= sum(entry["busy_ns"] for entry in report["collectives"])
@@ -112,8 +131,14 @@ def test_ranks_measure_themselves(policy, made, on_ranks, shardplan, tmp_path):
 
 def test_misuse_is_named(made, on_ranks):
     for said in on_ranks(self_profiled.misuse, made["fsdp2"]):
-        assert said["steps"] == "ValueError: shardplan.torch.profile: steps: found 0, expected a whole number of at least 1"
-        assert said["warmup"] == "ValueError: shardplan.torch.profile: warmup: found -1, expected a whole number of at least 0"
+        assert (
+            said["steps"]
+            == "ValueError: shardplan.torch.profile: steps: found 0, expected a whole number of at least 1"
+        )
+        assert (
+            said["warmup"]
+            == "ValueError: shardplan.torch.profile: warmup: found -1, expected a whole number of at least 0"
+        )
         assert said["float"].startswith("ValueError: shardplan.torch.profile: steps: found 2.0")
         assert said["bool"].startswith("ValueError: shardplan.torch.profile: steps: found True")
         assert said["no plan"] == "ValueError: shardplan: no plan is applied to this Linear"
@@ -148,7 +173,9 @@ def test_a_model_that_changes_plans(made, on_ranks):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_replay_measures_itself(policy, made, shardplan, tmp_path):
     output = tmp_path / "measured.json"
-    done = shardplan("run", made[policy], "--device", "cpu", "--steps", "5", "--compute-scale", "1", "--profile", output)
+    done = shardplan(
+        "run", made[policy], "--device", "cpu", "--steps", "5", "--compute-scale", "1", "--profile", output
+    )
     assert done.returncode == 0, done.stderr
     assert "waiting for communication" in done.stdout
     report = json.loads(output.read_text())
@@ -160,7 +187,9 @@ def test_a_replay_measures_itself(policy, made, shardplan, tmp_path):
 def test_a_replay_allocates_what_is_simulated(made, shardplan, tmp_path):
     """The peak of all memory, to the byte, and the plan's buffers in it by category."""
     output = tmp_path / "measured.json"
-    done = shardplan("run", made["fsdp2"], "--device", "cpu", "--steps", "4", "--compute-scale", "0", "--profile", output)
+    done = shardplan(
+        "run", made["fsdp2"], "--device", "cpu", "--steps", "4", "--compute-scale", "0", "--profile", output
+    )
     assert done.returncode == 0, done.stderr
     measured, expected = json.loads(output.read_text())["memory"], simulated(shardplan, made["fsdp2"])["memory"]
     assert measured["peak_bytes"] == expected["peak_bytes"]
@@ -190,7 +219,10 @@ def test_what_cannot_be_recorded_is_refused(made, shardplan, tmp_path):
 def test_names_may_hold_anything(made, shardplan, tmp_path):
     plan = tmp_path / "plan.json"
     plan.write_text(made["fsdp2"].read_text().replace("blocks.0", r"bl\"o\nck\u202e\\"))
-    done = shardplan("run", plan, "--device", "cpu", "--steps", "2", "--compute-scale", "0", "--no-verify", "--profile", tmp_path / "out.json")
+    done = shardplan(
+        "run", plan, "--device", "cpu", "--steps", "2", "--compute-scale", "0", "--no-verify", "--profile",
+        tmp_path / "out.json",
+    )
     assert done.returncode == 0, done.stderr
     names = {one["unit"] for one in json.loads((tmp_path / "out.json").read_text())["instructions"]}
     assert 'bl"o\nck\u202e\\' in names and "blocks.1" in names
@@ -203,8 +235,15 @@ def test_recordings_are_read_as_data_of_others(made, shardplan, tmp_path):
         ("cut", runtime + '1","steps":[', "is the file whole?"),
         ("other", runtime + '2"}', "found shardplan.recording/2, expected shardplan.recording/1"),
         ("plan", runtime + '1","plan_digest":"sha256:0"}', "a recording of another plan"),
-        ("nothing", runtime + f'1","plan_digest":"{simulated(shardplan, made["fsdp2"])["plan_digest"]}","steps":[]}}', "no step was recorded"),
-        ("odd", runtime + f'1","plan_digest":"{simulated(shardplan, made["fsdp2"])["plan_digest"]}","steps":[7]}}', "no recording of this version"),
+        (
+            "nothing",
+            runtime + f'1","plan_digest":"{simulated(shardplan, made["fsdp2"])["plan_digest"]}","steps":[]}}',
+            "no step was recorded",
+        ),
+        (
+            "odd", runtime + f'1","plan_digest":"{simulated(shardplan, made["fsdp2"])["plan_digest"]}","steps":[7]}}',
+            "no recording of this version",
+        ),
     ):
         path = tmp_path / f"{name}.json"
         path.write_text(text)
@@ -215,21 +254,34 @@ def test_recordings_are_read_as_data_of_others(made, shardplan, tmp_path):
 
 @pytest.mark.parametrize("behind_ns", [0, 40, 95, 1000])
 def test_a_device_that_is_behind_the_host_has_the_same_step_later(behind_ns):
-    """The host of a GPU issues a step while the device is still at the one before: what the device did is looked at where it did it."""
+    """The host of a GPU issues a step while the device is still at the one before: what the device did is looked at
+    where it did it."""
     from shardplan.import_profile import report
     from shardplan.import_profile.kineto import Collective, Profile, Work
     from shardplan.import_profile.parts import Part, Parts
 
-    planned = [("communication", "all_gather", 0, 10), ("forward", "segment", 10, 30), ("backward", "segment", 30, 75), ("optimizer", "optimizer", 80, 100)]
+    planned = [
+        ("communication", "all_gather", 0, 10),
+        ("forward", "segment", 10, 30),
+        ("backward", "segment", 30, 75),
+        ("optimizer", "optimizer", 80, 100),
+    ]
     profile = Profile("made up", 0, 1, "a GPU", 0, [(0, 100), (100, 200)], [], [], [], [])
     for begin, launched in ((0, 0), (100, 100)):
         for place, (phase, kind, start, end) in enumerate(planned):
             collective = Collective("all_gather", (0,), 8) if kind == "all_gather" else None
             times = begin + behind_ns + start, begin + behind_ns + end, 0, kind, launched + place
-            profile.work.append(Work(*times, collective=collective, part=Part(phase, "layers.0", kind), stream_name="compute"))
+            profile.work.append(
+                Work(*times, collective=collective, part=Part(phase, "layers.0", kind), stream_name="compute")
+            )
     for step in report.steps_of(profile, Parts(profile, ["layers.0"])):
         assert step.device_begin_ns - step.begin_ns == behind_ns and len(step.work) == len(step.running) == 4
         activities = {entry["activity"]: entry["time_ns"] for entry in report._activities(step)}
         assert activities == {"all_gather": 10, "forward": 20, "backward": 45, "optimizer": 20, "idle": 5}
         assert report._passes(step) == {"forward": 30, "backward": 45, "optimizer": 25}
-        assert [(span["begin_ns"], span["duration_ns"]) for span in report._timeline(step)] == [(0, 10), (10, 20), (30, 45), (80, 20)]
+        assert [(span["begin_ns"], span["duration_ns"]) for span in report._timeline(step)] == [
+            (0, 10),
+            (10, 20),
+            (30, 45),
+            (80, 20),
+        ]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/ as a site: it builds without a warning (a link that leads nowhere is one), has every page and every command, and fetches nothing."""
+"""docs/ as a site: it builds without a warning (a link that leads nowhere is one), has every page and every command,
+and fetches nothing."""
 
 import html.parser
 import importlib.util
@@ -20,13 +21,15 @@ if importlib.util.find_spec("material") is None:
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site") / "html"
     environment = {**os.environ, "SHARDPLAN_BUILD": str(build_folder()), "SHARDPLAN_PYTHON": sys.executable}
-    done = subprocess.run([sys.executable, ROOT / "dev" / "site", folder], capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run(
+        [sys.executable, ROOT / "dev" / "site", folder], capture_output=True, text=True, env=environment, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 class Fetched(html.parser.HTMLParser):
-    """What a browser fetches to show the page."""
+    """Files that a browser fetches to show the page."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +63,11 @@ def test_the_navigation_names_every_page(site):
 def test_the_commands_page_has_the_help_of_each(site, shardplan):
     page = (site / "reference" / "commands.html").read_text()
     listed = set(re.findall(r'<h3 id="shardplan-([a-z-]+)"', page))
-    told = {line.split()[0] for line in shardplan("--help").stdout.splitlines() if re.match(r"  [a-z][a-z-]+ {2,}[A-Z]", line)}
+    told = {
+        line.split()[0]
+        for line in shardplan("--help").stdout.splitlines()
+        if re.match(r"  [a-z][a-z-]+ {2,}[A-Z]", line)
+    }
     assert told and listed == told
     assert "--memory-budget" in page
 

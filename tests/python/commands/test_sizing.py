@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does it fit? `memory`, `simulate`, `evaluate` and `optimize` say one thing, of a plan and of the trace that it was made from."""
+"""Does it fit? `memory`, `simulate`, `evaluate` and `optimize` say one thing, of a plan and of the trace that it was
+made from."""
 
 import json
 import subprocess
@@ -17,7 +18,11 @@ SETTINGS = {"all in units": [], "some in none": ["--ignore", "layers.1.weight"]}
 def answers(shardplan, plan, flags, budget):
     asked = ["--memory-budget", budget]
     evaluated = subprocess.run(
-        [build_folder() / "bin" / "shardplan", "evaluate"], input=json.dumps([str(TRACE), *JOB, *flags, *asked]) + "\n", capture_output=True, text=True, check=True
+        [build_folder() / "bin" / "shardplan", "evaluate"],
+        input=json.dumps([str(TRACE), *JOB, *flags, *asked]) + "\n",
+        capture_output=True,
+        text=True,
+        check=True,
     )
     yield "evaluate", json.loads(evaluated.stdout)["fits"]
     for name, command in {
@@ -46,9 +51,14 @@ def test_what_is_in_no_unit_is_needed(shardplan, tmp_path):
     plan, report = tmp_path / "plan.json", tmp_path / "report.json"
     assert shardplan("plan", TRACE, *JOB, *SETTINGS["some in none"], "-q", "-o", plan).returncode == 0
     unmanaged = json.loads(plan.read_text())["unmanaged"]
-    assert unmanaged["parameter_bytes"] == unmanaged["gradient_bytes"] and unmanaged["state_bytes"] >= 2 * unmanaged["parameter_bytes"] > 0
+    assert (
+        unmanaged["parameter_bytes"] == unmanaged["gradient_bytes"]
+        and unmanaged["state_bytes"] >= 2 * unmanaged["parameter_bytes"] > 0
+    )
     assert shardplan("simulate", plan, "-q", "--report", report).returncode == 0
-    categories = {entry["category"]: entry["size_bytes"] for entry in json.loads(report.read_text())["memory"]["peak_by_category"]}
+    categories = {
+        entry["category"]: entry["size_bytes"] for entry in json.loads(report.read_text())["memory"]["peak_by_category"]
+    }
     assert categories["unmanaged"] == sum(unmanaged.values())
     text = tmp_path / "plan.txt"
     text.write_text(shardplan("show", plan).stdout)
@@ -58,7 +68,9 @@ def test_what_is_in_no_unit_is_needed(shardplan, tmp_path):
 def test_optimize_takes_no_plan_that_memory_refuses(shardplan, tmp_path):
     plan = tmp_path / "plan.json"
     for budget in BUDGETS[::6]:
-        result = shardplan("optimize", TRACE, "--cluster", "h100", "--ranks", "4", "--memory-budget", budget, "-q", "-o", plan)
+        result = shardplan(
+            "optimize", TRACE, "--cluster", "h100", "--ranks", "4", "--memory-budget", budget, "-q", "-o", plan
+        )
         assert result.returncode in (0, 1), result.stderr
         if result.returncode == 0:
             for command in (["memory", plan], ["simulate", plan, "-q"]):

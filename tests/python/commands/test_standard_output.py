@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard output that cannot be written is an error of the environment, whatever the command and however little it has to say."""
+"""Standard output that cannot be written is an error of the environment, whatever the command and however little it has
+to say."""
 
 import os
 import re
@@ -22,7 +23,10 @@ def plans(tmp_path_factory):
     (folder / "table.csv").write_text(TABLE)
     header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'
     (folder / "state.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
-    best = [program(), "optimize", TRACE, *OPTIMIZE, "-o", folder / "best.json", "--certificate", folder / "certificate.json"]
+    best = [
+        program(), "optimize", TRACE, *OPTIMIZE, "-o", folder / "best.json", "--certificate",
+        folder / "certificate.json",
+    ]
     subprocess.run(best, check=True, stdout=subprocess.DEVNULL)
     return folder
 
@@ -41,7 +45,10 @@ def closed():
     return {"preexec_fn": lambda: os.close(1)}
 
 
-WAYS = {"full": (full, "No space left"), "pipe": (pipe_without_reader, "Broken pipe"), "closed": (closed, "Bad file descriptor")}
+WAYS = {
+    "full": (full, "No space left"), "pipe": (pipe_without_reader, "Broken pipe"),
+    "closed": (closed, "Bad file descriptor"),
+}
 SHORT = {
     "version": ("--version",),
     "help": ("--help",),
@@ -91,14 +98,24 @@ if HAS_EXECUTOR:
 def tried(line, folder, way):
     options = WAYS[way][0]()
     try:
-        return subprocess.run([str(word) for word in line], stderr=subprocess.PIPE, text=True, cwd=folder, timeout=120, env=environment(),
-                              check=False, **options)
+        return subprocess.run(
+            [str(word) for word in line],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            timeout=120,
+            env=environment(),
+            check=False,
+            **options,
+        )
     finally:
         if "stdout" in options:
             options["stdout"].close()
 
 
-@pytest.mark.parametrize("name, way", [(name, way) for name in SHORT for way in WAYS if name != "run" or way == "closed"])
+@pytest.mark.parametrize(
+    "name, way", [(name, way) for name in SHORT for way in WAYS if name != "run" or way == "closed"]
+)
 def test_exit_4_and_a_reason(name, way, plans):
     done = tried([program(), *SHORT[name]], plans, way)
     assert done.returncode == 4, (done.returncode, done.stderr)
@@ -108,7 +125,10 @@ def test_exit_4_and_a_reason(name, way, plans):
 def test_every_command_is_tried():
     said = subprocess.run([program()], capture_output=True, text=True, check=False).stderr
     commands = set(re.search(r"The commands are (.*)", said).group(1).split())
-    delegated = {"trace", "calibrate", "import-profile", "sweep", "evaluate", "doctor", "rehearse"} | (set() if HAS_EXECUTOR else {"run"})  # below or in Python, and `run` where it is not built
+    # Options below or in Python, and `run` where it is not built.
+    delegated = {"trace", "calibrate", "import-profile", "sweep", "evaluate", "doctor", "rehearse"} | (
+        set() if HAS_EXECUTOR else {"run"}
+    )
     assert {words[0] for words in SHORT.values() if not words[0].startswith("-")} == commands - delegated
 
 
@@ -124,11 +144,18 @@ def test_help_that_nobody_can_read(command, plans):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bytes_printed", [1, 100_000])
 def test_python_commands_say_it_too(way, bytes_printed, plans):
-    """What every Python command runs in, without the seconds that torch takes."""
-    code = "from shardplan import command\ndef main():\n    print('x' * int(sys.argv[1]))\n    return 0\ncommand.run('shardplan trace', main)"
+    """The frame that every Python command runs in, without the seconds that torch takes."""
+    code = (
+        "from shardplan import command\ndef main():\n    print('x' * int(sys.argv[1]))\n    return "
+        "0\ncommand.run('shardplan trace', main)"
+    )
     done = tried(python(code, bytes_printed), plans, way)
     assert done.returncode == 4, (done.returncode, done.stderr)
-    assert done.stderr == f"shardplan trace: cannot write to standard output: {WAYS[way][1]}" + done.stderr[done.stderr.index(WAYS[way][1]) + len(WAYS[way][1]) :]
+    assert (
+        done.stderr
+        == f"shardplan trace: cannot write to standard output: {WAYS[way][1]}"
+        + done.stderr[done.stderr.index(WAYS[way][1]) + len(WAYS[way][1]) :]
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -140,7 +167,11 @@ def test_a_trace_on_standard_output(way, plans):
 
 
 def test_standard_error_that_cannot_be_written_changes_nothing(plans):
-    for line in (["diff", "plan.json", "other.json"], ["validate", "plan.json", "nowhere.json"], ["plan", TRACE, *FLAGS, "-o", "/dev/null"]):
+    for line in (
+        ["diff", "plan.json", "other.json"],
+        ["validate", "plan.json", "nowhere.json"],
+        ["plan", TRACE, *FLAGS, "-o", "/dev/null"],
+    ):
         words = [program(), *map(str, line)]
         expected = subprocess.run(words, capture_output=True, cwd=plans, check=False)
         with open("/dev/full", "w") as nowhere:

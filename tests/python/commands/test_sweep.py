@@ -56,7 +56,13 @@ def test_every_combination_is_there_once_and_as_the_commands_say(whole, tmp_path
     plan = tmp_path / "p.json"
     for row in (rows[0], rows[-1]):
         checkpoint = ["--checkpoint", row["checkpoint"]] if row["checkpoint"] != "-" else []
-        subprocess.run([COMMAND, "plan", TRACE, "--ranks", row["ranks"], "--policy", row["policy"], *checkpoint, "--unit", "layers.*", "-q", "-o", plan], check=True)
+        subprocess.run(
+            [
+                COMMAND, "plan", TRACE, "--ranks", row["ranks"], "--policy", row["policy"], *checkpoint, "--unit",
+                "layers.*", "-q", "-o", plan,
+            ],
+            check=True,
+        )
         report = tmp_path / "r.json"
         subprocess.run([COMMAND, "simulate", plan, "-q", "--report", report], check=True, stdout=subprocess.DEVNULL)
 
@@ -74,7 +80,13 @@ def test_the_best_that_fits_is_marked(whole):
 def test_a_killed_sweep_goes_on(whole, tmp_path):
     path = tmp_path / "rows.csv"
     environment = os.environ | {"SHARDPLAN_PYTHON": sys.executable}
-    process = subprocess.Popen(arguments(TRACE, *GRID, "-o", path, "--jobs", 1), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        arguments(TRACE, *GRID, "-o", path, "--jobs", 1),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (not path.exists() or path.read_bytes().count(b"\n") < 4):
         time.sleep(0.01)
@@ -122,7 +134,8 @@ def test_a_budget_decides_what_fits(tmp_path):
 
 
 def test_the_fewest_ranks_that_fit(whole, tmp_path):
-    """What the allocator reserves falls from 0.88 GiB on one rank to 0.71 on four; a budget between two numbers of ranks, asked of the commands themselves."""
+    """Reserved memory falls from 0.88 GiB on one rank to 0.71 on four; the budget, asked of the commands themselves,
+    lies between two numbers of ranks."""
     path = tmp_path / "rows.csv"
     done = sweep(TRACE, "--solve", "min-ranks", "--budget", "0.72GiB", "-o", path)
     assert done.returncode == 0, done.stderr
@@ -130,11 +143,14 @@ def test_the_fewest_ranks_that_fit(whole, tmp_path):
     assert found["fits"] == "yes" and int(found["ranks"]) > 1
     fewer = tmp_path / "fewer.csv"
     assert sweep(TRACE, "--ranks", int(found["ranks"]) - 1, "--budget", "0.72GiB", "-o", fewer).returncode == 0
-    assert int(found["cache_releases"]) == 0 < int(dict(rows_of(fewer)[0])["cache_releases"]), "one rank fewer fits with releases only"
+    assert int(found["cache_releases"]) == 0 < int(dict(rows_of(fewer)[0])["cache_releases"]), (
+        "one rank fewer fits with releases only"
+    )
 
 
 def test_what_no_number_of_ranks_fits_says_why():
-    """From memory of `whole` bytes and `shared` that ranks divide: it ends where more ranks cannot help, and never where they do."""
+    """From memory of `whole` bytes and `shared` that ranks divide: it ends where more ranks cannot help, and never
+    where they do."""
     numbers = random.Random(SEED)
     for _ in range(200):
         whole, shared, budget = numbers.randrange(1, 100), numbers.randrange(1, 10_000), numbers.randrange(1, 200)
@@ -143,16 +159,25 @@ def test_what_no_number_of_ranks_fits_says_why():
         def evaluate(c, whole=whole, shared=shared, budget=budget, asked=asked):
             asked.append(int(c["ranks"]))
             needs = whole + shared / int(c["ranks"])
-            return {"fits": "yes" if needs <= budget else "no", "cache_releases": 0, "reserved_gib": f"{needs:.3f}", "budget_gib": budget, "why": ""}
+            return {
+                "fits": "yes" if needs <= budget else "no", "cache_releases": 0, "reserved_gib": f"{needs:.3f}",
+                "budget_gib": budget, "why": "",
+            }
 
         answer, results = solve("min-ranks", configuration(source="m", ranks="1"), evaluate)
         least = next((n for n in range(1, 20_000) if whole + shared / n <= budget), None)
         if answer is not None:
             assert int(answer["ranks"]) == least, f"seed {SEED}"
         else:
-            assert budget <= whole and "more ranks do not help" in results["why"] and max(asked) <= 1 << 24, f"seed {SEED}: {whole} {shared} {budget}"
+            assert budget <= whole and "more ranks do not help" in results["why"] and max(asked) <= 1 << 24, (
+                f"seed {SEED}: {whole} {shared} {budget}"
+            )
             assert budget == whole or max(asked) <= 1 << 15, f"seed {SEED}: {whole} {shared} {budget}"
-    alone, results = solve("min-ranks", configuration(source="m", ranks="1"), lambda c: {"fits": "no", "why": "activations alone exceed the budget"})
+    alone, results = solve(
+        "min-ranks",
+        configuration(source="m", ranks="1"),
+        lambda c: {"fits": "no", "why": "activations alone exceed the budget"},
+    )
     assert alone is None and results["why"] == "activations alone exceed the budget"
 
 
@@ -241,11 +266,31 @@ def test_fronts_of_random_points():
 def test_one_process_answers_as_the_commands_do(tmp_path):
     """Everything that is kept between questions: other ranks, clusters, flags and traces, and back."""
     strategy = tmp_path / "strategy.json"
-    subprocess.run([COMMAND, "plan", TRACE, "--unit", "layers.*", "--write-strategy", strategy, "-q", "-o", tmp_path / "p.json"], check=True)
-    variants = [["--ranks", ranks, "--cluster", cluster, *more] for more in (["--unit", "layers.*"], ["--unit", "layers.*", "--reshard-after-forward", "false"], ["--strategy", str(strategy), "--policy", "fsdp1"])
-                for ranks in ("2", "8", "1") for cluster in ("h100_sxm_8", "a100_80_64")]  # fmt: skip
-    questions = [[str(TRACE), *variant] for variant in variants + variants[:3]] + [[str(TRACE), "--unit", "no.such"], ["absent.json"]]
-    done = subprocess.run([COMMAND, "evaluate"], input="".join(json.dumps(q) + "\n" for q in questions), capture_output=True, text=True, timeout=100)
+    subprocess.run(
+        [COMMAND, "plan", TRACE, "--unit", "layers.*", "--write-strategy", strategy, "-q", "-o", tmp_path / "p.json"],
+        check=True,
+    )
+    variants = [
+        ["--ranks", ranks, "--cluster", cluster, *more]
+        for more in (
+            ["--unit", "layers.*"],
+            ["--unit", "layers.*", "--reshard-after-forward", "false"],
+            ["--strategy", str(strategy), "--policy", "fsdp1"],
+        )
+        for ranks in ("2", "8", "1")
+        for cluster in ("h100_sxm_8", "a100_80_64")
+    ]
+    questions = [[str(TRACE), *variant] for variant in variants + variants[:3]] + [
+        [str(TRACE), "--unit", "no.such"],
+        ["absent.json"],
+    ]
+    done = subprocess.run(
+        [COMMAND, "evaluate"],
+        input="".join(json.dumps(q) + "\n" for q in questions),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(questions)
@@ -255,21 +300,29 @@ def test_one_process_answers_as_the_commands_do(tmp_path):
         subprocess.run([COMMAND, "simulate", plan, "--no-verify", "-q", "--report", report], capture_output=True)
         expected = json.loads(report.read_text())
         assert answer["step_ns"] == expected["step_ns"], question
-        assert all(answer[name] == expected["memory"][name] for name in ("peak_bytes", "reserved_bytes", "cache_releases", "fits")), question
+        assert all(
+            answer[name] == expected["memory"][name]
+            for name in ("peak_bytes", "reserved_bytes", "cache_releases", "fits")
+        ), question
     assert "no.such" in answers[-2]["error"] and "absent.json" in answers[-1]["error"]
     with open("/dev/full", "w") as full:
-        told = subprocess.run([COMMAND, "evaluate"], input=json.dumps(questions[0]) + "\n", stdout=full, stderr=subprocess.PIPE, text=True)
+        told = subprocess.run(
+            [COMMAND, "evaluate"], input=json.dumps(questions[0]) + "\n", stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert told.returncode == 4 and "standard output" in told.stderr
     assert subprocess.run([COMMAND, "evaluate"], input="{}\n", capture_output=True, text=True).returncode == 3
 
 
 @pytest.mark.parametrize("flags", [[], ["--reshard-after-forward", "false"]])
 def test_a_plan_on_another_cluster_is_the_one_that_is_made_for_it(tmp_path, flags):
-    """What the device's libraries take goes by the device: cuBLAS's workspace differs."""
+    """Memory of the device's libraries goes by the device: cuBLAS's workspace differs."""
     reports = []
     for made_for, on in (("a100_80_64", "h100"), ("h100", "h100")):
         plan, report = tmp_path / "plan.json", tmp_path / "report.json"
-        subprocess.run([COMMAND, "plan", "llama-3.1-8b", "--cluster", made_for, "--ranks", "8", *flags, "-q", "-o", plan], check=True)
+        subprocess.run(
+            [COMMAND, "plan", "llama-3.1-8b", "--cluster", made_for, "--ranks", "8", *flags, "-q", "-o", plan],
+            check=True,
+        )
         subprocess.run([COMMAND, "simulate", plan, "--cluster", on, "-q", "--report", report], capture_output=True)
         reports.append({name: value for name, value in json.loads(report.read_text()).items() if name != "plan_digest"})
     assert reports[0] == reports[1]
@@ -287,12 +340,19 @@ def test_parts_are_disjoint_and_whole():
 
 
 def test_groups_are_disjoint_and_whole_and_share_plans():
-    everything = product({"source": ["a", "b"], "ranks": ["2", "4"], "cluster": ["x", "y"], "policy": ["fsdp1", "fsdp2"], "unit": ["u", "v"]})
+    everything = product(
+        {
+            "source": ["a", "b"], "ranks": ["2", "4"], "cluster": ["x", "y"], "policy": ["fsdp1", "fsdp2"],
+            "unit": ["u", "v"],
+        }
+    )
     for workers in (1, 2, 7):
         groups = groups_of(everything, workers)
         together = [c for group in groups for c in group]
         assert sorted(c.values for c in together) == sorted(c.values for c in everything)
-        changes = sum(a.replace("cluster", "") != b.replace("cluster", "") for a, b in zip(together, together[1:], strict=False))
+        changes = sum(
+            a.replace("cluster", "") != b.replace("cluster", "") for a, b in zip(together, together[1:], strict=False)
+        )
         assert changes == len(everything) // 2 - 1  # each plan once, for both clusters
     assert groups_of([], 2) == []
 
@@ -320,10 +380,18 @@ def test_bisection_finds_the_border():
         assert (int(answer["batch"]) if answer else 0) == border, f"seed {SEED}"
         assert results["value"] == str(max(1, border))
         assert len(asked) == len(set(asked)) <= 2 * border.bit_length() + 2
-        least, _ = solve("min-ranks", configuration(source="m", ranks="1"), lambda c, b=border: {"fits": "yes" if int(c["ranks"]) > b else "no", "cache_releases": 0})
+        least, _ = solve(
+            "min-ranks",
+            configuration(source="m", ranks="1"),
+            lambda c, b=border: {"fits": "yes" if int(c["ranks"]) > b else "no", "cache_releases": 0},
+        )
         assert int(least["ranks"]) == border + 1
     assert solve("min-ranks", configuration(source="m", ranks="1"), lambda c: {"fits": "no"}, most=64)[0] is None
-    sequence, _ = solve("max-seq", configuration(source="m", seq="1"), lambda c: {"fits": "yes" if int(c["seq"]) <= 5_000 else "no", "cache_releases": 0})
+    sequence, _ = solve(
+        "max-seq",
+        configuration(source="m", seq="1"),
+        lambda c: {"fits": "yes" if int(c["seq"]) <= 5_000 else "no", "cache_releases": 0},
+    )
     assert sequence["seq"] == str(5_000 // 128 * 128)
 
 

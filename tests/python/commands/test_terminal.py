@@ -30,8 +30,16 @@ def at_a_terminal(*command: object, **environment: str) -> tuple[int, str]:
                 return
             shown.append(data)
 
-    own = {"PATH": os.environ["PATH"], "SHARDPLAN_PYTHON": sys.executable, "SHARDPLAN_BUILD": str(build_folder()), "TERM": "xterm", **environment}
-    process = subprocess.Popen([str(build_folder() / "bin" / "shardplan"), *map(str, command)], stdout=subprocess.DEVNULL, stderr=theirs, env=own)
+    own = {
+        "PATH": os.environ["PATH"], "SHARDPLAN_PYTHON": sys.executable, "SHARDPLAN_BUILD": str(build_folder()),
+        "TERM": "xterm", **environment,
+    }
+    process = subprocess.Popen(
+        [str(build_folder() / "bin" / "shardplan"), *map(str, command)],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=own,
+    )
     os.close(theirs)
     reader = threading.Thread(target=read)
     reader.start()
@@ -41,7 +49,9 @@ def at_a_terminal(*command: object, **environment: str) -> tuple[int, str]:
     return code, b"".join(shown).decode()
 
 
-@pytest.mark.parametrize("command", [("validate", "/nowhere.json"), ("trace", "nowhere.json")], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command", [("validate", "/nowhere.json"), ("trace", "nowhere.json")], ids=lambda words: words[0]
+)
 def test_an_error_is_red_at_a_terminal_alone(command, shardplan):
     code, shown = at_a_terminal(*command)
     assert code == 3 and RED + "shardplan" in shown and "\x1b[0m" in shown
@@ -80,12 +90,19 @@ def test_a_sweep_shows_how_far_it_is(sweep):
 
 
 def test_a_search_shows_how_many_plans_it_has_made(tmp_path):
-    words = ("optimize", THREE / "trace.json", "--cluster", THREE / "cluster.json", "--memory-budget", "700MiB", "-o", tmp_path / "plan.json")
+    words = (
+        "optimize", THREE / "trace.json", "--cluster", THREE / "cluster.json", "--memory-budget", "700MiB", "-o",
+        tmp_path / "plan.json",
+    )
     code, shown = at_a_terminal(*words)
     assert code == 0, shown
     assert "best so far" in shown
     for line in shown.replace("\r\x1b[K", "\n").splitlines():
-        assert not line or line.startswith("shardplan: ") or re.fullmatch(r"optimize \[=*>? *\] +\d+ %  \d:\d\d left  \d+ of 1500 plans at most", line), line
+        assert (
+            not line
+            or line.startswith("shardplan: ")
+            or re.fullmatch(r"optimize \[=*>? *\] +\d+ %  \d:\d\d left  \d+ of 1500 plans at most", line)
+        ), line
 
 
 @pytest.mark.parametrize(

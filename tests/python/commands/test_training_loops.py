@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training loops that a strategy describes: wrong ones are bad input, with the place; none is called a bug of shardplan."""
+"""Training loops that a strategy describes: wrong ones are bad input, with the place; none is called a bug of
+shardplan."""
 
 import itertools
 import json
@@ -23,7 +24,9 @@ def backward(*microbatches):
 def strategy(folder, policy, *steps):
     path = folder / "strategy.json"
     units = [{"modules": ["layers.*"]}, {"modules": [""]}]
-    path.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": policy, "units": units, "program": list(steps)}))
+    path.write_text(
+        json.dumps({"schema": "shardplan.strategy/1", "policy": policy, "units": units, "program": list(steps)})
+    )
     return path
 
 
@@ -34,7 +37,11 @@ def planned(shardplan, folder, path):
 WRONG = [
     ([[backward(), forward(), STEP, ZERO]], "/program/0/0/microbatches/0", "found 0, expected a forward of it before"),
     ([[forward(0), backward(0), backward(1), STEP, ZERO]], "/program/0/2/microbatches/0", "found 1"),
-    ([[forward(), backward(), STEP, ZERO], [forward(0), backward(0, 3), STEP, ZERO]], "/program/1/1/microbatches/1", "found 3"),
+    (
+        [[forward(), backward(), STEP, ZERO], [forward(0), backward(0, 3), STEP, ZERO]],
+        "/program/1/1/microbatches/1",
+        "found 3",
+    ),
     ([[forward(), backward(0, 0), STEP, ZERO]], "/program/0/1/microbatches/1", "covers a micro-batch once"),
 ]
 

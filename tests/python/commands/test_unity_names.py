@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in anonymous namespaces differ within a library: presets compile different numbers of files as one, and every number has to do."""
+"""Names in anonymous namespaces differ within a library: presets compile different numbers of files as one, and every
+number has to do."""
 
 import collections
 import re
@@ -35,7 +36,8 @@ DEFINITIONS = (
 
 
 def definitions(text: str) -> set[str]:
-    """Types and constants by name, functions with the types of their arguments, of the anonymous namespaces of a file."""
+    """Types and constants by name, functions with the types of their arguments, of the anonymous namespaces of a
+    file."""
     space = re.search(r"^namespace ([\w:]+) \{", text, re.MULTILINE)
     found = set()
     for block in re.findall(r"^namespace \{\n(.*?)^\}  // namespace\n", text, re.DOTALL | re.MULTILINE):
@@ -47,8 +49,13 @@ def definitions(text: str) -> set[str]:
 
 
 def test_equal_names_are_found():
-    text = "namespace a {{\nnamespace {{\nconstexpr int kMost = 1;\nint Count(int {}) {{\n  return 1;\n}}\nstruct Place {{\n}};\n}}  // namespace\n}}\n"
-    assert definitions(text.format("x")) == definitions(text.format("y")) == {"a::kMost()", "a::Count(int )", "a::Place()"}
+    text = (
+        "namespace a {{\nnamespace {{\nconstexpr int kMost = 1;\nint Count(int {}) {{\n  return 1;\n}}\nstruct Place "
+        "{{\n}};\n}}  // namespace\n}}\n"
+    )
+    assert (
+        definitions(text.format("x")) == definitions(text.format("y")) == {"a::kMost()", "a::Count(int )", "a::Place()"}
+    )
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans are verified by every command that uses them: an edited one is refused with the verifier's words, one that carries a fault of PyTorch's
-is used with a warning, and what is carried cannot hide anything else."""
+"""Every command verifies the plans that it uses. An edited one is refused with the verifier's words. One that carries a
+fault of PyTorch's is used with a warning, and the fault cannot hide anything else."""
 
 import copy
 import json
@@ -28,7 +28,9 @@ def planned(shardplan, folder, *flags):
 
 @pytest.fixture(scope="module")
 def good(shardplan, tmp_path_factory):
-    return planned(shardplan, tmp_path_factory.mktemp("good"), "--ranks", "2", "--policy", "fsdp2", "--unit", "layers.*")
+    return planned(
+        shardplan, tmp_path_factory.mktemp("good"), "--ranks", "2", "--policy", "fsdp2", "--unit", "layers.*"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +41,13 @@ def faulty(shardplan, tmp_path_factory):
 
 
 def places(plan, kind):
-    """Of all instructions of that kind in the step that repeats."""
+    """Places of all instructions of that kind in the step that repeats."""
     triggers = plan["steps"][-1]["triggers"]
     return [
-        (t, i) for t, trigger in enumerate(triggers) for i, one in enumerate(trigger["instructions"]) if one["kind"] == kind
+        (t, i)
+        for t, trigger in enumerate(triggers)
+        for i, one in enumerate(trigger["instructions"])
+        if one["kind"] == kind
     ]
 
 
@@ -53,7 +58,7 @@ def without(plan, place):
 
 
 def uses(shardplan, plan, folder, *flags):
-    """What each command says of the plan."""
+    """The words of each command about the plan."""
     path = folder / "edited.json"
     path.write_text(json.dumps(plan))
     return {
@@ -76,7 +81,9 @@ def test_a_plan_without_an_instruction_is_used_only_where_it_verifies(shardplan,
         for name, result in said.items():
             assert result.returncode == code, f"{name} of a plan without {kind} at {place}: {result.stderr}"
             if code == 1:
-                assert "/steps/" in result.stderr and "does not verify" in result.stderr and "--no-verify" in result.stderr
+                assert (
+                    "/steps/" in result.stderr and "does not verify" in result.stderr and "--no-verify" in result.stderr
+                )
     assert refused or kind == "optimizer_step"
 
 
@@ -137,7 +144,9 @@ def another_policy(plan):
 
 def another_program(plan):
     """No rule is broken by it, and yet which violations are PyTorch's is known no longer."""
-    plan["steps"][0]["triggers"][0]["instructions"].append({"kind": "record", "event": plan["events"][0], "stream": "compute"})
+    plan["steps"][0]["triggers"][0]["instructions"].append(
+        {"kind": "record", "event": plan["events"][0], "stream": "compute"}
+    )
 
 
 def another_digest(plan):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every output of every command, for the tests of how they are written. `test_output_files.py` compares the list with what --help says."""
+"""Every output of every command, for the tests of how they are written. `test_output_files.py` compares the list with
+what --help says."""
 
 import dataclasses
 import json
@@ -17,7 +18,10 @@ CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
 ALLOCATOR_LOG = ROOT / "tests" / "simulator" / "allocator" / "data" / "h100_training_step.json"
 FLAGS = ("--ranks", "2", "--unit", "layers.*")
 # All is decided: a search of one plan.
-OPTIMIZE = (*FLAGS, "--policy", "fsdp2", "--memory-budget", "device", "--fix", "units,reshard,prefetch,checkpoint,accumulation", "-q")
+OPTIMIZE = (
+    *FLAGS, "--policy", "fsdp2", "--memory-budget", "device", "--fix", "units,reshard,prefetch,checkpoint,accumulation",
+    "-q",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +40,52 @@ class Writer:
         return f"{self.command} {self.flag}"
 
     def says(self, content: bytes) -> object:
-        """What two runs have in common."""
+        """The part of the content that two runs have in common."""
         return {field: json.loads(content)[field] for field in self.same} if self.same else content
 
 
 WRITERS = (
     Writer("plan", "--output", ("{trace}", *FLAGS, "-q", "-o", "{out}"), "{trace}", ("--graph", "{other}")),
-    Writer("plan", "--graph", ("{trace}", *FLAGS, "-q", "-o", "{null}", "--graph", "{out}"), "{trace}", ("--write-strategy", "{other}")),
-    Writer("plan", "--write-strategy", ("{trace}", *FLAGS, "-q", "-o", "{null}", "--write-strategy", "{out}"), "{trace}", ("--graph", "{other}")),
-    Writer("plan", "--dump", ("{trace}", *FLAGS, "-q", "--stop-after", "place_events", "--dump", "-o", "{out}"), "{trace}"),
+    Writer(
+        "plan",
+        "--graph",
+        ("{trace}", *FLAGS, "-q", "-o", "{null}", "--graph", "{out}"),
+        "{trace}",
+        ("--write-strategy", "{other}"),
+    ),
+    Writer(
+        "plan",
+        "--write-strategy",
+        ("{trace}", *FLAGS, "-q", "-o", "{null}", "--write-strategy", "{out}"),
+        "{trace}",
+        ("--graph", "{other}"),
+    ),
+    Writer(
+        "plan", "--dump", ("{trace}", *FLAGS, "-q", "--stop-after", "place_events", "--dump", "-o", "{out}"), "{trace}"
+    ),
     Writer("optimize", "--output", ("{trace}", *OPTIMIZE, "-o", "{out}"), "{trace}", ("--report", "{other}")),
-    Writer("optimize", "--certificate", ("{trace}", *OPTIMIZE, "-o", "{null}", "--certificate", "{out}"), "{trace}", ("--report", "{other}")),
-    Writer("optimize", "--report", ("{trace}", *OPTIMIZE, "-o", "{null}", "--report", "{out}"), "{trace}", ("--certificate", "{other}"),
-           ("schema", "plan_digest", "step_ns", "lower_bound_ns")),
-    Writer("optimize", "--write-strategy", ("{trace}", *OPTIMIZE, "-o", "{null}", "--write-strategy", "{out}"), "{trace}", ("--report", "{other}")),
+    Writer(
+        "optimize",
+        "--certificate",
+        ("{trace}", *OPTIMIZE, "-o", "{null}", "--certificate", "{out}"),
+        "{trace}",
+        ("--report", "{other}"),
+    ),
+    Writer(
+        "optimize",
+        "--report",
+        ("{trace}", *OPTIMIZE, "-o", "{null}", "--report", "{out}"),
+        "{trace}",
+        ("--certificate", "{other}"),
+        ("schema", "plan_digest", "step_ns", "lower_bound_ns"),
+    ),
+    Writer(
+        "optimize",
+        "--write-strategy",
+        ("{trace}", *OPTIMIZE, "-o", "{null}", "--write-strategy", "{out}"),
+        "{trace}",
+        ("--report", "{other}"),
+    ),
     Writer("explain", "--plot", ("{best}", "-q", "--report", "{report}", "--plot", "{out}"), "{best}"),
     Writer("simulate", "--report", ("{plan}", "-q", "--report", "{out}"), other=("--html", "{other}")),
     Writer("simulate", "--timeline", ("{plan}", "-q", "--timeline", "{out}"), other=("--report", "{other}")),
@@ -67,10 +103,18 @@ WRITERS = (
     Writer("reshard", "--output", ("{plan}", "{plan}", "-q", "-o", "{out}")),
     Writer("allocator-replay", "--json", ("{log}", "--json", "{out}"), "{log}"),
     Writer("trace", "--output", ("{trace}", "-q", "-o", "{out}"), "{trace}"),
-    Writer("cost", "--output", ("{table}", "--fit", str(CLUSTER), "--device", "h100-sxm", "-q", "-o", "{out}"), "{table}"),
+    Writer(
+        "cost", "--output", ("{table}", "--fit", str(CLUSTER), "--device", "h100-sxm", "-q", "-o", "{out}"), "{table}"
+    ),
     Writer("calibrate", "--output", ("--from", "{measured}", "-o", "{out}"), "{measured}"),
     Writer("import-profile", "--output", ("{profile}", "--plan", "{plan}", "-q", "-o", "{out}")),
-    Writer("calibrate", "--measured", ("--device", "cpu", "--base", "{base}", "--measured", "{out}"), "{base}", ("--output", "{other}")),
+    Writer(
+        "calibrate",
+        "--measured",
+        ("--device", "cpu", "--base", "{base}", "--measured", "{out}"),
+        "{base}",
+        ("--output", "{other}"),
+    ),
 )
 TABLE = """\
 device,collective,concurrent_groups,ranks_per_group,full_tensor_bytes,duration_ns
@@ -78,7 +122,8 @@ h100-sxm,all-gather,1,8,1048576,31136
 h100-sxm,all-gather,1,8,2147483648,5343360
 """
 MEASURED = """\
-{"schema": "shardplan.measured/1", "device": {"kind": "cpu", "name": "an abacus", "memory_bytes": 1000000}, "ranks": 2, "ranks_per_node": 2,
+{"schema": "shardplan.measured/1", "device": {"kind": "cpu", "name": "an abacus", "memory_bytes": 1000000}, "ranks": \
+2, "ranks_per_node": 2,
  "host": [{"what": "operator", "duration_ns": 1000, "least_ns": 900, "most_ns": 1100}], "failed": []}
 """
 # One operator in one step.
@@ -141,13 +186,19 @@ def command_line(writer: Writer, files: dict[str, object], *more: str) -> list[s
 
 
 def run(line: list[str], **options) -> subprocess.CompletedProcess:
-    given = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "timeout": 120, "env": environment(), **options}
+    given = {
+        "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "timeout": 120, "env": environment(),
+        **options,
+    }
     return subprocess.run(line, check=False, **given)
 
 
 def python(code: str, *arguments: object) -> list[str]:
     """A process that has the package, and nothing of torch."""
-    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'tools' / 'python')!r})\n{code}", *map(str, arguments)]
+    return [
+        sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'tools' / 'python')!r})\n{code}",
+        *map(str, arguments),
+    ]
 
 
 def small_files() -> None:

@@ -9,7 +9,7 @@ import torch
 from live_cases import LAYERS, LOW, Block
 from torch import nn
 
-from shardplan.conformance import Case, Forward
+from shardplan_conformance import Case, Forward
 
 PAIR = [{"call": "forward"}, {"call": "backward"}]
 END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]
@@ -36,7 +36,9 @@ def _micro(number: int) -> list[dict]:
     return [{"call": "forward", "microbatch": number}, {"call": "backward", "microbatches": [number]}]
 
 
-ACCUMULATES = [_set("set_requires_gradient_sync", False), *_micro(0), _set("set_requires_gradient_sync", True), *_micro(1), *END]
+ACCUMULATES = [
+    _set("set_requires_gradient_sync", False), *_micro(0), _set("set_requires_gradient_sync", True), *_micro(1), *END,
+]
 KEEPS_OVER = [
     _set("set_reshard_after_backward", False, "layers.1", recurse=False),
     *_micro(0),
@@ -50,29 +52,81 @@ STRATEGIES: dict[str, tuple[int, dict]] = {
     "default": (2, {}),
     "keeps": (2, {"units": [{"modules": ["layers.2", "layers.3"], "reshard_after_forward": False}, *LAYERS[1:]]}),
     "keeps_a_part": (4, {"reshard_after_forward": 2}),
-    "precision": (2, {"mixed_precision": LOW, "units": [LAYERS[0], {"modules": [""], "mixed_precision": LOW | {"output_dtype": "float32"}}]}),
-    "precision_by_unit": (2, {"units": [{"modules": ["layers.1"], "mixed_precision": LOW | {"output_dtype": "float32"}}, {"modules": ["layers.2"]}, LAYERS[1]]}),
-    "groups": (2, {"units": [{"modules": ["layers.0", "layers.1"], "group": True}, {"modules": ["layers.2", "head"], "group": True}, LAYERS[1]]}),
+    "precision": (
+        2,
+        {
+            "mixed_precision": LOW,
+            "units": [LAYERS[0], {"modules": [""], "mixed_precision": LOW | {"output_dtype": "float32"}}],
+        },
+    ),
+    "precision_by_unit": (
+        2,
+        {
+            "units": [
+                {"modules": ["layers.1"], "mixed_precision": LOW | {"output_dtype": "float32"}},
+                {"modules": ["layers.2"]},
+                LAYERS[1],
+            ]
+        },
+    ),
+    "groups": (
+        2,
+        {
+            "units": [
+                {"modules": ["layers.0", "layers.1"], "group": True},
+                {"modules": ["layers.2", "head"], "group": True},
+                LAYERS[1],
+            ]
+        },
+    ),
     "classes": (2, {"units": [{"modules": ["class:Block"]}, {"modules": ["head"]}, LAYERS[1]]}),
     "hsdp": (4, {"mesh": HSDP}),
-    "flattened": (4, {"mesh": [{"name": "outer", "size": 2}, {"name": "inner", "size": 2}], "data_parallel": {"shard": ["outer", "inner"]}}),
+    "flattened": (
+        4,
+        {
+            "mesh": [{"name": "outer", "size": 2}, {"name": "inner", "size": 2}],
+            "data_parallel": {"shard": ["outer", "inner"]},
+        },
+    ),
     "prefetches": (2, {"fsdp2": {"forward_prefetch": 2, "backward_prefetch": 2}}),
-    "prefetch_lists": (2, {"fsdp2": {"forward_prefetch_lists": [{"unit": "layers.0", "prefetch": ["layers.1", "layers.3"]}],
-                                     "backward_prefetch_lists": [{"unit": "layers.3", "prefetch": ["layers.1"]}]}}),
+    "prefetch_lists": (
+        2,
+        {
+            "fsdp2": {
+                "forward_prefetch_lists": [{"unit": "layers.0", "prefetch": ["layers.1", "layers.3"]}],
+                "backward_prefetch_lists": [{"unit": "layers.3", "prefetch": ["layers.1"]}],
+            }
+        },
+    ),
     "in_flight": (2, {"fsdp2": {"reduce_scatter_inputs_in_flight": 3, "separate_reduce_scatter_communicator": True}}),
     "factors": (2, {"fsdp2": {"gradient_divide_factor": 3.0, "force_sum_reduction": True}}),
-    "no_root": (2, {"units": [{"modules": ["layers.0"]}, {"modules": ["layers.3"]}], "fsdp2": {"shard_root": False, "shared_comm_contexts": [["layers.*"]]}}),
+    "no_root": (
+        2,
+        {
+            "units": [{"modules": ["layers.0"]}, {"modules": ["layers.3"]}],
+            "fsdp2": {"shard_root": False, "shared_comm_contexts": [["layers.*"]]},
+        },
+    ),
     "shard_dims": (2, {"fsdp2": {"shard_dims": [{"parameters": ["layers.*.up.weight"], "dim": 1}]}}),
     "ignores": (2, {"ignored_parameters": ["layers.1.norm.weight", "head.bias"]}),
     "offloads": (2, {"cpu_offload": True, "pin_memory": False, "mixed_precision": LOW}),
     "recomputes": (2, {"checkpoint": {"modules": ["layers.*"]}}),
     "recomputes_children": (2, {"checkpoint": {"modules": ["layers.0.up", "layers.1", "layers.2.down"]}}),
-    "recomputes_every_second": (2, {"checkpoint": {"modules": ["class:Block"], "every": 2, "save": [{"name": "aten.mm", "recompute_every": 2}]}, "units": [{"modules": ["class:Block"]}, LAYERS[1]]}),
+    "recomputes_every_second": (
+        2,
+        {
+            "checkpoint": {"modules": ["class:Block"], "every": 2, "save": [{"name": "aten.mm", "recompute_every": 2}]},
+            "units": [{"modules": ["class:Block"]}, LAYERS[1]],
+        },
+    ),
     "accumulates": (2, {"program": [ACCUMULATES]}),
     "keeps_over": (2, {"program": [KEEPS_OVER]}),
-    "setup": (2, {"setup": [{"method": "set_reshard_after_forward", "module": "layers.0", "value": False, "recurse": False}]}),
+    "setup": (
+        2,
+        {"setup": [{"method": "set_reshard_after_forward", "module": "layers.0", "value": False, "recurse": False}]},
+    ),
     "calls": (2, {"program": [[_set("unshard", True, "layers.0"), *PAIR, *END]]}),
-}  # fmt: skip
+}
 
 
 def exported_case(name: str, apply: str | os.PathLike = "", strategy: dict | None = None) -> Case:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from shardplan.conformance import Case, Forward
+from shardplan_conformance import Case, Forward
 
 LAYERS = [{"modules": ["layers.*"]}, {"modules": [""]}]
 LOW = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
@@ -89,13 +89,23 @@ def _mesh(**sizes) -> list[dict]:
 
 def _case(name: str, model=Blocks, parallelize=None, ranks: int = 4, **strategy) -> Case:
     x = torch.zeros(2, 4, 8)
-    return Case(model, [Forward((x,))], {"policy": "fsdp2", "units": LAYERS, **strategy}, ranks, parallelize=parallelize, name=name)
+    return Case(
+        model,
+        [Forward((x,))],
+        {"policy": "fsdp2", "units": LAYERS, **strategy},
+        ranks,
+        parallelize=parallelize,
+        name=name,
+    )
 
 
 def _flat_case(name: str, model=Blocks, ranks: int = 2, program=None, fsdp1=None, **strategy) -> Case:
     """Without gradients: the second forward of the case."""
     x = torch.zeros(2, 4, 8)
-    given = {"policy": "fsdp1", "units": LAYERS, "fsdp1": fsdp1 or {}, **({"program": program} if program else {}), **strategy}
+    given = {
+        "policy": "fsdp1", "units": LAYERS, "fsdp1": fsdp1 or {}, **({"program": program} if program else {}),
+        **strategy,
+    }
     return Case(model, [Forward((x,)), Forward((x,), grad=False)], given, ranks, name=f"flat_{name}")
 
 
@@ -121,9 +131,13 @@ def _flat_cases() -> list[Case]:
         _flat_case("size_based_wrap", units=[], fsdp1={"size_based_wrap": {"min_num_params": 100}}),
         _flat_case("hook", fsdp1={"comm_hook": "bf16_compress_hook"}, ranks=3),
         _flat_case("offload", cpu_offload=True, mixed_precision={"param_dtype": "bfloat16"}),
-        _flat_case("buffers", Buffers, program=[evaluated], fsdp1={"full_precision_in_eval": True}, mixed_precision=low),
+        _flat_case(
+            "buffers", Buffers, program=[evaluated], fsdp1={"full_precision_in_eval": True}, mixed_precision=low
+        ),
         _flat_case("summon", program=[_summoned("")], mixed_precision=LOW),
-        _flat_case("summon_module", program=[_STEP, _summoned("layers.1", "layers.0")], fsdp1={"sharding": "shard_grad_op"}),
+        _flat_case(
+            "summon_module", program=[_STEP, _summoned("layers.1", "layers.0")], fsdp1={"sharding": "shard_grad_op"}
+        ),
         _flat_case(
             "summon_gradients",
             program=[[*_STEP[:2], *_summoned("", flags=["with_grads"])[:2], *_STEP[2:]]],
@@ -138,12 +152,22 @@ def _flat_cases() -> list[Case]:
 def cases() -> list[Case]:
     tp, ep = _tensor_parallel, _expert_parallel
     flat = {"shard": ["outer", "inner"]}
-    scaled = [{"parameters": ["layers.*.up.weight"], "gathered": [{"dtype": "bfloat16"}, {"dtype": "float32", "numel": 1}]}]
-    apart = [{"parameters": ["layers.*.up.weight"], "gathered": [{"dtype": "uint8"}], "unsharded": [{"dtype": "float32"}]}]
+    scaled = [
+        {"parameters": ["layers.*.up.weight"], "gathered": [{"dtype": "bfloat16"}, {"dtype": "float32", "numel": 1}]}
+    ]
+    apart = [
+        {"parameters": ["layers.*.up.weight"], "gathered": [{"dtype": "uint8"}], "unsharded": [{"dtype": "float32"}]}
+    ]
     keep = _call("set_reshard_after_backward", "", False)
     return [
         _case("tp", parallelize=tp, mesh=_mesh(shard=2, tensor=2)),
-        _case("tp_low_precision", parallelize=tp, mesh=_mesh(shard=2, tensor=2), mixed_precision=LOW, reshard_after_forward=False),
+        _case(
+            "tp_low_precision",
+            parallelize=tp,
+            mesh=_mesh(shard=2, tensor=2),
+            mixed_precision=LOW,
+            reshard_after_forward=False,
+        ),
         _case("tp_outermost", parallelize=tp, mesh=_mesh(tensor=2, shard=2), cpu_offload=True),
         _case("tp_replicas", parallelize=tp, mesh=_mesh(replicate=2, shard=1, tensor=2)),
         _case("one_replica", ranks=2, mesh=_mesh(replicate=1, shard=2), mixed_precision=LOW),
@@ -151,23 +175,42 @@ def cases() -> list[Case]:
             "one_replica_accumulates",
             ranks=2,
             mesh=_mesh(replicate=1, shard=2),
-            program=[[_call("set_requires_all_reduce", "", False), *_STEP[:2], _call("set_requires_all_reduce", "", True), *_STEP]],
+            program=[
+                [
+                    _call("set_requires_all_reduce", "", False), *_STEP[:2], _call("set_requires_all_reduce", "", True),
+                    *_STEP,
+                ]
+            ],
         ),
-        _case("one_replica_flattened", ranks=2, mesh=_mesh(replicate=1, outer=2, inner=1), data_parallel={"shard": ["outer", "inner"], "replicate": ["replicate"]}),
+        _case(
+            "one_replica_flattened",
+            ranks=2,
+            mesh=_mesh(replicate=1, outer=2, inner=1),
+            data_parallel={"shard": ["outer", "inner"], "replicate": ["replicate"]},
+        ),
         _case(
             "shared_contexts_by_pattern",
             ranks=2,
             units=[{"modules": ["stem"]}, *LAYERS[:1]],
             fsdp2={"shard_root": False, "shared_comm_contexts": [["stem", "layers.*"]]},
         ),
-        _case("tp_second_dimension", parallelize=tp, mesh=_mesh(shard=2, tensor=2), fsdp2={"shard_dims": [{"parameters": ["*.*.up.weight"], "dim": 1}]}),
+        _case(
+            "tp_second_dimension",
+            parallelize=tp,
+            mesh=_mesh(shard=2, tensor=2),
+            fsdp2={"shard_dims": [{"parameters": ["*.*.up.weight"], "dim": 1}]},
+        ),
         _case("ep", Mixture, ep, mesh=_mesh(shard=2, expert=2)),
         _case(
             "ep_experts_apart",
             Mixture,
             ep,
             mesh=_mesh(outer=2, expert=2),
-            units=[{"modules": ["layers.*.router"]}, {"modules": ["layers.*"], "data_parallel": {"shard": ["outer"]}}, {"modules": [""]}],
+            units=[
+                {"modules": ["layers.*.router"]},
+                {"modules": ["layers.*"], "data_parallel": {"shard": ["outer"]}},
+                {"modules": [""]},
+            ],
             data_parallel={"shard": ["outer", "expert"]},
         ),
         _case("flattened", mesh=_mesh(outer=2, inner=2), data_parallel=flat, fsdp2={"forward_prefetch": 1}),
@@ -180,9 +223,22 @@ def cases() -> list[Case]:
             units=[{"modules": ["stem"]}, *LAYERS[:1]],
             fsdp2={"shard_root": False, "shared_comm_contexts": [["stem", "layers.0", "layers.2"]]},
         ),
-        _case("state_dict_between_steps", ranks=2, program=[[keep, _call("state_dict", ""), *_STEP], [_call("load_state_dict", "layers.1"), *_STEP]]),
-        _case("wait_for_unshard", ranks=2, program=[[_call("unshard", "layers.1", True), _call("wait_for_unshard", "layers.1"), *_STEP]]),
+        _case(
+            "state_dict_between_steps",
+            ranks=2,
+            program=[[keep, _call("state_dict", ""), *_STEP], [_call("load_state_dict", "layers.1"), *_STEP]],
+        ),
+        _case(
+            "wait_for_unshard",
+            ranks=2,
+            program=[[_call("unshard", "layers.1", True), _call("wait_for_unshard", "layers.1"), *_STEP]],
+        ),
         _case("divide_factor", ranks=2, fsdp2={"gradient_divide_factor": 3.0}),
         *_flat_cases(),
-        _case("optimizer_in_backward", mesh=_mesh(replicate=2, shard=2), mixed_precision=LOW, optimizer={"kind": "adamw", "in_backward": True}),
+        _case(
+            "optimizer_in_backward",
+            mesh=_mesh(replicate=2, shard=2),
+            mixed_precision=LOW,
+            optimizer={"kind": "adamw", "in_backward": True},
+        ),
     ]

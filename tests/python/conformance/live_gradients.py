@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of FSDP2 2.15 about what gradients are in and when they are reduced: norms and other parameters in low precision, Tensor.grad_dtype,
-backwards that the user finalizes, units that a checkpointed function calls several times, meshes that replicate alone."""
+"""Cases of FSDP2 2.15 about the dtypes of gradients and the moments of their reduction. They have norms and other
+parameters in low precision, Tensor.grad_dtype, backwards that the user finalizes, units that a checkpointed function
+calls several times, and meshes that replicate alone."""
 
 import itertools
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardplan.conformance import Case, Forward
+from shardplan_conformance import Case, Forward
 
 TOKENS = torch.zeros(2, 4, dtype=torch.long)
 UNITS = [{"modules": ["blocks.*"]}, {"modules": [""]}]
@@ -37,8 +38,8 @@ class Block(nn.Module):
 
 
 class Tokens(nn.Module):
-    """frozen: so many blocks, and the embedding. in_chunks: a checkpointed function runs the head, once for each chunk. headless: it does not run
-    the head."""
+    """frozen: so many blocks, and the embedding. in_chunks: a checkpointed function runs the head, once for each chunk.
+    headless: it does not run the head."""
 
     def __init__(self, norm=nn.LayerNorm, dtype=None, grad_dtypes=None, frozen=0, in_chunks=False, headless=False):
         super().__init__()
@@ -102,14 +103,27 @@ def _norms() -> list[Case]:
 
 
 def _grad_dtypes() -> list[Case]:
-    dtypes = {"norms": {"norm": torch.float32}, "all": {"": torch.float32}, "any": {"norm": None}, "three": {"norm": torch.float32, "up": torch.float16}}
+    dtypes = {
+        "norms": {"norm": torch.float32}, "all": {"": torch.float32}, "any": {"norm": None},
+        "three": {"norm": torch.float32, "up": torch.float16},
+    }
     found = []
     for name, grad_dtypes in dtypes.items():
         model = {"norm": Scaled, "dtype": torch.bfloat16, "grad_dtypes": grad_dtypes}
         found.append(_case(f"grad_dtypes_{name}", model, **ACCUMULATES))
-        found.append(_case(f"grad_dtypes_{name}_reduced_in_float32", model, mixed_precision={"reduce_dtype": "float32"}))
+        found.append(
+            _case(f"grad_dtypes_{name}_reduced_in_float32", model, mixed_precision={"reduce_dtype": "float32"})
+        )
     hybrid = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
-    return [*found, _case("grad_dtypes_replicas", {"norm": Scaled, "dtype": torch.bfloat16, "grad_dtypes": dtypes["norms"]}, ranks=4, mesh=hybrid)]
+    return [
+        *found,
+        _case(
+            "grad_dtypes_replicas",
+            {"norm": Scaled, "dtype": torch.bfloat16, "grad_dtypes": dtypes["norms"]},
+            ranks=4,
+            mesh=hybrid,
+        ),
+    ]
 
 
 def _finalized_by_hand() -> list[Case]:
@@ -131,15 +145,23 @@ def _in_chunks() -> list[Case]:
     low = {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
     return [
         _case(f"checkpointed_chunks{name}", {"in_chunks": True}, units=units, **fields)
-        for name, fields in {"": {}, "_low": low, "_kept": {"reshard_after_forward": False}, "_accumulate": ACCUMULATES}.items()
+        for name, fields in {
+            "": {}, "_low": low, "_kept": {"reshard_after_forward": False}, "_accumulate": ACCUMULATES,
+        }.items()
     ]
 
 
 def _heads_apart() -> list[Case]:
-    """The loss runs the head on chunks of what the model returned, each with a backward of its own, before the model's."""
+    """The loss runs the head on chunks of what the model returned, each with a backward of its own, before the
+    model's."""
     chunk = torch.zeros(2, 2, 8, requires_grad=True)
-    head = lambda number: [{"call": "forward", "microbatch": number, "trace": 1}, {"call": "backward", "microbatches": [number]}]  # noqa: E731
-    of_head = lambda method, value: {"call": "module", "method": method, "module": "head", "value": value, "recurse": False}  # noqa: E731
+    head = lambda number: [
+        {"call": "forward", "microbatch": number, "trace": 1},
+        {"call": "backward", "microbatches": [number]},
+    ]  # noqa: E731
+    of_head = lambda method, value: {
+        "call": "module", "method": method, "module": "head", "value": value, "recurse": False,
+    }  # noqa: E731
     body = [{"call": "forward", "microbatch": 0}], [{"call": "backward", "microbatches": [0]}]
     first, last = of_head("set_requires_gradient_sync", False), of_head("set_requires_gradient_sync", True)
     kept = [of_head("set_reshard_after_forward", False), of_head("set_reshard_after_backward", False)]
@@ -156,7 +178,9 @@ def _heads_apart() -> list[Case]:
         for name, program in programs.items():
             strategy = {"policy": "fsdp2", "units": units, "optimizer": {"kind": "sgd"}, "program": [program]}
             forwards = [Forward((TOKENS,)), Forward((chunk,), module="head")]
-            found.append(Case(lambda: Tokens(headless=True), forwards, strategy, 2, loss=_total, name=f"head_apart{how}{name}"))
+            found.append(
+                Case(lambda: Tokens(headless=True), forwards, strategy, 2, loss=_total, name=f"head_apart{how}{name}")
+            )
     return found
 
 
@@ -165,7 +189,10 @@ def _replicated() -> list[Case]:
     over = {"parameters": ["blocks.*.norm.*"], "data_parallel": {"shard": ["one"], "replicate": ["outer", "inner"]}}
     units = [{"modules": ["blocks.*"], "parameter_meshes": [over]}, {"modules": [""]}]
     return [
-        _case(f"norms_replicated{name}", ranks=4, mesh=mesh, data_parallel={"shard": ["outer", "inner"]}, units=units, **fields)
+        _case(
+            f"norms_replicated{name}", ranks=4, mesh=mesh, data_parallel={"shard": ["outer", "inner"]}, units=units,
+            **fields,
+        )
         for name, fields in {"": {}, "_kept": {"reshard_after_forward": False}, "_accumulate": ACCUMULATES}.items()
     ]
 
@@ -190,9 +217,16 @@ def _raised() -> list[Case]:
             continue
         where, again = next(places), accumulates if waits else plain
         raises = {"raises_in_backward" if backward else "raises_in": where}
-        fails = [{"call": "forward", "microbatch": 0, "trace": 1}, *([{"call": "backward", "microbatches": [0]}] if backward else []), RESET]
+        fails = [
+            {"call": "forward", "microbatch": 0, "trace": 1},
+            *([{"call": "backward", "microbatches": [0]}] if backward else []),
+            RESET,
+        ]
         before = [_sync(False), *_micro(0)] if waits else []
-        strategy = {"policy": "fsdp2", "units": UNITS, "optimizer": {"kind": "sgd"}, "program": [again, [*before, *fails, *again], again], **fields}
+        strategy = {
+            "policy": "fsdp2", "units": UNITS, "optimizer": {"kind": "sgd"},
+            "program": [again, [*before, *fails, *again], again], **fields,
+        }
         called = f"raised_in_{'backward_of_' if backward else ''}{where}{name}{'_accumulates' if waits else ''}"
         forwards = [Forward((TOKENS,)), Forward((TOKENS,), **raises)]
         found.append(Case(Tokens, forwards, strategy, 4 if name == "_replicas" else 2, loss=_total, name=called))
@@ -200,5 +234,7 @@ def _raised() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """Of PyTorch 2.15."""
-    return [*_raised(), *_norms(), *_grad_dtypes(), *_finalized_by_hand(), *_in_chunks(), *_heads_apart(), *_replicated()]
+    """Cases of PyTorch 2.15."""
+    return [
+        *_raised(), *_norms(), *_grad_dtypes(), *_finalized_by_hand(), *_in_chunks(), *_heads_apart(), *_replicated(),
+    ]

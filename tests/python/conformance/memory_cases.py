@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of recorded memory compare."""
+"""Figures that the tests of recorded memory compare."""
 
 import pathlib
 
 from conftest import build_folder
 
-from shardplan.conformance import memory
+from shardplan_conformance import memory
 
 
 def compute_all(folder: pathlib.Path, cases: list[dict], tmp_path_factory) -> dict[str, dict]:
-    """What `memory --rows` says of every case of the folder, by its name."""
+    """The output of `memory --rows` for every case of the folder, by its name."""
     program = str(build_folder() / "bin" / "shardplan")
     result = {}
     for case in cases:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases in the form of the recordings of FSDP1 that the recordings given do not have: encoder-decoders, whose decoder's blocks all read one tensor
-and pass the position bias through, and checkpoints around and inside units. `python -m reference_recorder reference_cases:cases FOLDER` records them."""
+"""Cases in the form of the recordings of FSDP1 that the given recordings do not have. They are encoder-decoders, whose
+decoder's blocks all read one tensor and pass the position bias through, and checkpoints around and inside units.
+`python -m reference_recorder reference_cases:cases FOLDER` records them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from reference_models import Block1, Linear2
-from shardplan.conformance import Case, Forward
+from shardplan_conformance import Case, Forward
 
 TOKENS = torch.zeros(2, 8, dtype=torch.long)
 
@@ -19,8 +20,13 @@ TOKENS = torch.zeros(2, 8, dtype=torch.long)
 def t5(layers: int = 2, **more) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": layers, "num_decoder_layers": layers}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, **more))
+    sizes = {
+        "vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_layers": layers,
+        "num_decoder_layers": layers,
+    }
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, **more)
+    )
 
 
 class EncoderDecoder(nn.Module):
@@ -91,7 +97,16 @@ class Stages(nn.Module):
         return x
 
 
-def _case(name: str, policy: str, model, units: list[str], forward: Forward, ranks: int = 2, checkpoint: dict | None = None, **knobs) -> Case:
+def _case(
+    name: str,
+    policy: str,
+    model,
+    units: list[str],
+    forward: Forward,
+    ranks: int = 2,
+    checkpoint: dict | None = None,
+    **knobs,
+) -> Case:
     rules = [{"modules": [unit]} for unit in [*units, ""]]
     strategy: dict = {"policy": policy, "units": rules, policy: knobs, "optimizer": {"kind": "sgd"}}
     if checkpoint:
@@ -127,7 +142,9 @@ def encoder_decoders() -> list[Case]:
 def checkpoints() -> list[Case]:
     x = Forward((torch.zeros(2, 4, 32),))
     blocks = ["stages.*.*"]
-    found = [_case("ckpt_stage_is_unit", "fsdp1", Stages, [*blocks, "stages.*"], x, checkpoint={"modules": ["stages.*"]})]
+    found = [
+        _case("ckpt_stage_is_unit", "fsdp1", Stages, [*blocks, "stages.*"], x, checkpoint={"modules": ["stages.*"]})
+    ]
     found.append(_case("ckpt_call_around_block", "fsdp1", functools.partial(Stages, "block"), blocks, x))
     for early_stop, name in ((True, ""), (False, "_nostop")):
         for around in ("stage", "block"):
@@ -136,5 +153,13 @@ def checkpoints() -> list[Case]:
         wrapped = {"modules": ["stages.*"], "early_stop": early_stop}
         found.append(_case(f"ckpt_stage_is_unit{name}", "fsdp2", Stages, [*blocks, "stages.*"], x, checkpoint=wrapped))
         found.append(_case(f"ckpt_stages{name}", "fsdp2", Stages, blocks, x, checkpoint=wrapped))
-        found.append(_case(f"ckpt_call_in_unit{name}", "fsdp2", functools.partial(Stages, "block", early_stop), [*blocks, "stages.*"], x))
+        found.append(
+            _case(
+                f"ckpt_call_in_unit{name}",
+                "fsdp2",
+                functools.partial(Stages, "block", early_stop),
+                [*blocks, "stages.*"],
+                x,
+            )
+        )
     return found

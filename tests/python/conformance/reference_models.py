@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the recordings in tests/conformance/fsdp2 and fsdp1, built again, and their cases as shardplan.conformance.Case."""
+"""The models of the recordings in tests/conformance/fsdp2 and fsdp1, built again, and their cases as
+shardplan_conformance.Case."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from shardplan.conformance import Case, Forward
+from shardplan_conformance import Case, Forward
 
 RECORDINGS = Path(__file__).resolve().parents[2] / "conformance"
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardplan import files
-from shardplan.conformance import Case, checkpointing
-from shardplan.conformance.case import load_cases
-from shardplan.conformance.ranks import Ranks
-from shardplan.conformance.trace_case import make_model
-from shardplan.conformance.units import matching, unit_calls
 from shardplan.tracer.record import default_loss
+from shardplan_conformance import Case, checkpointing
+from shardplan_conformance.case import load_cases
+from shardplan_conformance.ranks import Ranks
+from shardplan_conformance.trace_case import make_model
+from shardplan_conformance.units import matching, unit_calls
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from inputs_done import InputsDone  # noqa: E402
@@ -36,7 +36,8 @@ _SHARDING = {"hybrid_shard_zero2": "_HYBRID_SHARD_ZERO2"}
 
 
 class PlainTrace:
-    """One forward and backward of the plain model. Tensors have the number of the object; units' tensors are hooked once in each call."""
+    """One forward and backward of the plain model. Tensors have the number of the object; units' tensors are hooked
+    once in each call."""
 
     def __init__(self, model: nn.Module, units: set[str]):
         self.forward: list[dict] = []
@@ -116,12 +117,19 @@ def fsdp1_document(case: Case) -> dict:
             "fqn": fqn or _ROOT,
             "class": type(module).__name__,
             "children": [name for name, _ in module.named_children()],
-            "params": [name for name, p in module.named_parameters(recurse=False) if owned[id(p)] == (f"{fqn}.{name}" if fqn else name)],
+            "params": [
+                name
+                for name, p in module.named_parameters(recurse=False)
+                if owned[id(p)] == (f"{fqn}.{name}" if fqn else name)
+            ],
         }
         for fqn, module in model.named_modules()
     ]
     parameters = [
-        {"fqn": fqn, "shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch."), "requires_grad": p.requires_grad}
+        {
+            "fqn": fqn, "shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch."),
+            "requires_grad": p.requires_grad,
+        }
         for fqn, p in model.named_parameters()
     ]
     shared = [{"fqn": fqn, "shares": owned[id(p)]} for fqn, p in every if owned[id(p)] != fqn]
@@ -146,7 +154,10 @@ def fsdp1_document(case: Case) -> dict:
 
 
 def _settings(strategy: dict) -> dict:
-    knobs = {"sharding": "full_shard", "backward_prefetch": "backward_pre", "limit_all_gathers": True, **strategy.get("fsdp1", {})}
+    knobs = {
+        "sharding": "full_shard", "backward_prefetch": "backward_pre", "limit_all_gathers": True,
+        **strategy.get("fsdp1", {}),
+    }
     prefetch = knobs["backward_prefetch"]
     return {
         "strategy": _SHARDING.get(knobs["sharding"], knobs["sharding"].upper()),
@@ -201,7 +212,7 @@ class Calls:
 
 
 class Moments:
-    """What the units pass in a backward."""
+    """The moments that the units pass in a backward."""
 
     def __init__(self, model: nn.Module, units: list[str]):
         self.events: list[list] = []
@@ -259,7 +270,10 @@ def fsdp2_document(case: Case) -> dict:
         for fqn, module in model.named_modules()
     ]
     parameters = [
-        {"fqn": fqn, "shape": list(p.shape), "dtype": _dtype(p), "requires_grad": p.requires_grad, "shared_with": names[id(p)][1:]}
+        {
+            "fqn": fqn, "shape": list(p.shape), "dtype": _dtype(p), "requires_grad": p.requires_grad,
+            "shared_with": names[id(p)][1:],
+        }
         for fqn, p in model.named_parameters()
     ]
     steps = range(case.step_count())
@@ -272,10 +286,14 @@ def fsdp2_document(case: Case) -> dict:
         "mesh": {"shape": [case.ranks], "dims": ["shard"]},
         "checkpoint": {"checkpoint_wrapper_on": _checkpointed(case, model)},
         "fully_shard_calls": [
-            {"modules": call.modules, "reshard_after_forward": None, "mp_policy": None, "cpu_offload": False} for call in calls
+            {"modules": call.modules, "reshard_after_forward": None, "mp_policy": None, "cpu_offload": False}
+            for call in calls
         ],
         "setup": [],
-        "program": [[{"op": "forward", "mb": 0}, {"op": "backward", "mbs": [0]}, {"op": "optim_step"}, {"op": "zero_grad"}] for _ in steps],
+        "program": [
+            [{"op": "forward", "mb": 0}, {"op": "backward", "mbs": [0]}, {"op": "optim_step"}, {"op": "zero_grad"}]
+            for _ in steps
+        ],
         "modules": modules,
         "parameters": parameters,
         "forward_traces": {"f0": {"tensors": forward.tensors, "events": forward.events}},

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reference/pytorch-coverage.md: a row for every function of PyTorch's FSDP, and nothing named there that does not exist."""
+"""docs/reference/pytorch-coverage.md: a row for every function of PyTorch's FSDP, and nothing named there that does not
+exist."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ NEITHER = "-"  # the mark of a function that another version has
 
 
 def _listed() -> dict[str, list[tuple[str, str]]]:
-    """File of PyTorch -> (function, mark) in the order of the file; the mark is "" (in both releases), the one release that has it, or NEITHER."""
+    """File of PyTorch -> (function, mark) in the order of the file; the mark is "" (in both releases), the one release
+    that has it, or NEITHER."""
     files: dict[str, list[tuple[str, str]]] = {}
     for line in LIST.read_text().splitlines():
         if line.startswith("["):
@@ -88,7 +90,9 @@ def test_marks_are_those_of_the_installed_torch(file):
 
 @pytest.mark.parametrize("file", FILES)
 def test_rows_of_one_release_say_so(file):
-    assert {row[0].strip("`"): _decides(row)[0] for row in _rows()[file]} == {n: "" if m == NEITHER else m for n, m in FILES[file]}
+    assert {row[0].strip("`"): _decides(row)[0] for row in _rows()[file]} == {
+        n: "" if m == NEITHER else m for n, m in FILES[file]
+    }
 
 
 def test_the_page_has_no_other_files():

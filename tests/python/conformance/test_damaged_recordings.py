@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`shardplan conformance DIR` on folders and recordings that are missing or damaged: an error that names the place, never a crash."""
+"""`shardplan conformance DIR` on folders and recordings that are missing or damaged: an error that names the place,
+never a crash."""
 
 import copy
 import json

@@ -10,9 +10,9 @@ from conftest import build_folder
 
 from shardplan.tracer import session  # noqa: F401  before the first backward of the process
 import export_cases
-from shardplan.conformance import recording
-from shardplan.conformance.random_cases import random_case
-from shardplan.conformance.ranks import Ranks, RecordingFailed
+from shardplan_conformance import recording
+from shardplan_conformance.random_cases import random_case
+from shardplan_conformance.ranks import Ranks, RecordingFailed
 
 RANDOM = range(700, 712)
 
@@ -47,15 +47,24 @@ def traced(fake, make, folder):
 
 
 def differs(fake, make, folder, name, script) -> str:
-    """What `shardplan-conformance` says against what FSDP2 issues under the script; "": it is the plan."""
-    recording.write(functools.partial(make, str(script)), functools.partial(fake.record, functools.partial(make, str(script))), folder)
-    done = subprocess.run([build_folder() / "bin" / "shardplan-conformance", folder, name], capture_output=True, text=True, check=False)
+    """The words of `shardplan-conformance` against the events of FSDP2 under the script; "": it is the plan."""
+    recording.write(
+        functools.partial(make, str(script)),
+        functools.partial(fake.record, functools.partial(make, str(script))),
+        folder,
+    )
+    done = subprocess.run(
+        [build_folder() / "bin" / "shardplan-conformance", folder, name], capture_output=True, text=True, check=False
+    )
     return "" if done.returncode == 0 else done.stdout
 
 
 def exported(shardplan, folder, name, ranks, *flags):
     plan, script = folder / "plan.json", folder / "apply_plan.py"
-    made = shardplan("plan", folder / f"{name}.trace.json", "--strategy", folder / f"{name}.strategy.json", "--cluster", "h100", "--ranks", ranks, "-q", "-o", plan, *flags)
+    made = shardplan(
+        "plan", folder / f"{name}.trace.json", "--strategy", folder / f"{name}.strategy.json", "--cluster", "h100",
+        "--ranks", ranks, "-q", "-o", plan, *flags,
+    )
     if "does not verify" in made.stderr:
         pytest.skip("a training loop that trains nothing right has no plan")
     assert made.returncode == 0, made.stderr
@@ -97,7 +106,8 @@ def test_a_changed_file_does_not(shardplan, fake, name, old, new, tmp_path):
 
 @pytest.mark.parametrize("seed", RANDOM)
 def test_random_strategies(shardplan, fake, seed, tmp_path):
-    """Random models and knobs. What the file is not written for is refused with its place; setters that are not before a forward are the loop's."""
+    """Random models and knobs. Knobs that the file is not written for are refused with their places; setters that are
+    not before a forward are the loop's."""
     make = functools.partial(random_exported, seed)
     try:
         name = traced(fake, make, tmp_path)
@@ -116,8 +126,10 @@ def test_an_optimised_plan_that_may_decide_what_fsdp2_can_be_told(shardplan, fak
     traced(fake, make, tmp_path)
     plan, strategy, script = tmp_path / "plan.json", tmp_path / "best.json", tmp_path / "apply_plan.py"
     trace = tmp_path / "default.trace.json"
-    result = shardplan("optimize", trace, "--cluster", "h100", "--ranks", 2, "--memory-budget", "device", "--allow", "checkpoint", "--accumulate", 2,
-                       "--expressible", "fsdp2", "--write-strategy", strategy, "-q", "-o", plan)  # fmt: skip
+    result = shardplan(
+        "optimize", trace, "--cluster", "h100", "--ranks", 2, "--memory-budget", "device", "--allow", "checkpoint",
+        "--accumulate", 2, "--expressible", "fsdp2", "--write-strategy", strategy, "-q", "-o", plan,
+    )
     assert result.returncode == 0, result.stderr
     done = shardplan("export", plan, "--fsdp2", "--trace", trace, "-o", script)
     assert done.returncode == 0 and "instruction for instruction" in done.stdout, done.stdout + done.stderr

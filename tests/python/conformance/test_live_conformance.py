@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed PyTorch against the plan: the recorder against recordings made independently, random cases, the command."""
+"""The installed PyTorch against the plan: the recorder against recordings made independently, random cases, the
+command."""
 
 import functools
 import os
@@ -17,10 +18,10 @@ import torch
 from conftest import ROOT, build_folder, installed_pytorch
 
 from shardplan.tracer import session  # noqa: F401  before the first backward of the process
-from shardplan.conformance import Case, Forward, cli, recording
-from shardplan.conformance.case import CaseError, planner_strategy, traced_program
-from shardplan.conformance.random_cases import random_case
-from shardplan.conformance.ranks import Ranks, RecordingFailed
+from shardplan_conformance import Case, Forward, cli, recording
+from shardplan_conformance.case import CaseError, planner_strategy, traced_program
+from shardplan_conformance.random_cases import random_case
+from shardplan_conformance.ranks import Ranks, RecordingFailed
 
 KEYS = {
     "fsdp2": "step phase op unit bytes dtype group ranks to noop via kind".split(),
@@ -72,7 +73,7 @@ def reference_case(policy: str, name: str) -> Case:
 
 
 def recordings(policy: str) -> pathlib.Path:
-    """Those of the installed torch, where it has its own."""
+    """The recordings of the installed torch, if it has its own."""
     folder = ROOT / "tests" / "conformance"
     own = folder / f"{policy}_{installed_pytorch().replace('.', '')}"
     return own if own.is_dir() else folder / policy
@@ -97,7 +98,9 @@ def _of_any_torch(text: str) -> str:
     return re.sub(r"\b2\.\d+\.\d+\+cu\d+", "TORCH", text)
 
 
-@pytest.mark.parametrize("name", ["t5_fsdp1", "encdec_reused_fsdp2", "ckpt_call_around_block_fsdp2", "ckpt_call_around_stage_nostop_fsdp2"])
+@pytest.mark.parametrize(
+    "name", ["t5_fsdp1", "encdec_reused_fsdp2", "ckpt_call_around_block_fsdp2", "ckpt_call_around_stage_nostop_fsdp2"]
+)
 def test_reference_recorder_writes_what_it_wrote_before(fake, name, tmp_path):
     make = functools.partial(own_case, name)
     reference_recorder.write(make, fake.record(make, order_of(make())), tmp_path)
@@ -157,7 +160,9 @@ def gradient_case(index: int) -> Case:
 
 
 @pytest.mark.skipif(installed_pytorch() != "2.15", reason="of FSDP2 as it is since 2.15")
-@pytest.mark.parametrize("index", range(len(live_gradients.cases())), ids=lambda index: live_gradients.cases()[index].name)
+@pytest.mark.parametrize(
+    "index", range(len(live_gradients.cases())), ids=lambda index: live_gradients.cases()[index].name
+)
 def test_gradients_are_planned_as_the_installed_pytorch_reduces_them(fake, index, tmp_path):
     assert_planned_as_run(fake, functools.partial(gradient_case, index), tmp_path)
 
@@ -199,7 +204,7 @@ def case_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases")
     (folder / "own_cases.py").write_text(
         "import torch\n"
-        "from shardplan.conformance import Case, Forward\n"
+        "from shardplan_conformance import Case, Forward\n"
         "def model():\n"
         "    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))\n"
         "def one(**more):\n"
@@ -241,7 +246,10 @@ def test_errors_of_the_command(shardplan, case_folder, arguments, code, text):
     assert text in result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(("source", "text"), [("own_cases:number", "expected a shardplan.conformance.Case"), ("no_such_module:case", "no_such_module")])
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [("own_cases:number", "expected a shardplan_conformance.Case"), ("no_such_module:case", "no_such_module")],
+)
 def test_what_gives_no_case_is_bad_input(case_folder, source, text, capsys, monkeypatch):
     monkeypatch.chdir(case_folder)
     monkeypatch.syspath_prepend(case_folder)

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from memory_cases import compute_all
 
-from shardplan.conformance import memory
+from shardplan_conformance import memory
 
 FOLDER = ROOT / "tests" / "conformance" / "memory"
 CASES = memory.read_cases(FOLDER, [])
@@ -88,7 +88,7 @@ def test_the_command_prints_a_table_and_writes_rows(shardplan, tmp_path):
     assert "peak in the backward, layers.1" in table.stdout
     rows = shardplan(*given, "--rows", "-", "-q", "--no-kernel-temporaries")
     assert json.loads(rows.stdout)["peak"]["total_bytes"] == case["peak"]["step2"]["total"]
-    # What kernels take comes on top, as categories of their own.
+    # Memory inside of kernels comes on top, as categories of its own.
     with_kernels = json.loads(shardplan(*given, "--rows", "-", "-q").stdout)
     extra = dict(zip(with_kernels["categories"], with_kernels["peak"]["by_category"], strict=True))
     kernels = extra["kernel_temp"] + extra["cublas_workspace"]
@@ -106,12 +106,16 @@ def places(value, path=()):
         yield from places(child, (*path, key))
 
 
-RECORDINGS = [(FOLDER / "default.json", ("timeline", "timeline_columns")), (FOLDER.parent / "memory_cuda" / "f1_tiny.json", ("rows", "columns"))]
+RECORDINGS = [
+    (FOLDER / "default.json", ("timeline", "timeline_columns")),
+    (FOLDER.parent / "memory_cuda" / "f1_tiny.json", ("rows", "columns")),
+]
 
 
 @pytest.mark.parametrize("recording, table", RECORDINGS, ids=lambda value: getattr(value, "stem", ""))
 def test_damage_is_refused_with_its_place(tmp_path, recording, table):
-    """Members taken away and values of another kind, at places drawn at random: an error with the place, or no change to what is compared."""
+    """Members taken away and values of another kind, at places drawn at random: an error with the place, or no change
+    to what is compared."""
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     draw = random.Random(seed)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The allocator's statistics at every hook, against recordings of real FSDP1 and FSDP2 on PyTorch's own allocator; and that a difference is
-found."""
+"""The allocator's statistics at every hook, against recordings of real FSDP1 and FSDP2 on PyTorch's own allocator; and
+that a difference is found."""
 
 import copy
 
@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, build_folder
 from memory_cases import compute_all
 
-from shardplan.conformance import memory, memory_cuda
+from shardplan_conformance import memory, memory_cuda
 
 FOLDER = ROOT / "tests" / "conformance" / "memory_cuda"
 CASES = memory.read_cases(FOLDER, [])
@@ -16,7 +16,7 @@ CASES = memory.read_cases(FOLDER, [])
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    """What `memory --rows` says of every case, by its name."""
+    """The output of `memory --rows` for every case, by its name."""
     return compute_all(FOLDER, CASES, tmp_path_factory)
 
 
@@ -45,13 +45,17 @@ def test_missing_and_other_rows_and_other_peaks_are_found(computed):
     case = CASES[0]
     rows = computed[case["case"]]
     assert "no such row" in memory_cuda.first_difference(case, {**rows, "rows": rows["rows"][:-1]})
-    assert "not in the recording" in memory_cuda.first_difference(case, {**rows, "rows": [*rows["rows"], rows["rows"][-1]]})
+    assert "not in the recording" in memory_cuda.first_difference(
+        case, {**rows, "rows": [*rows["rows"], rows["rows"][-1]]}
+    )
     assert "found" in memory_cuda.first_difference(case, {**rows, "rows": rows["rows"][1:]})
     for name in ("peak_reserved_bytes", "peak_active_bytes", "device_allocs", "retries"):
         changed = copy.deepcopy(rows)
         changed["allocator"][name] += 1
         assert "over all steps" in memory_cuda.first_difference(case, changed)
-    assert "out of memory" in memory_cuda.first_difference(case, {**rows, "allocator": {**rows["allocator"], "out_of_memory": True}})
+    assert "out of memory" in memory_cuda.first_difference(
+        case, {**rows, "allocator": {**rows["allocator"], "out_of_memory": True}}
+    )
 
 
 def test_what_the_construction_left_spares_a_call_of_the_driver_and_no_more(computed):
@@ -74,4 +78,6 @@ def test_the_pace_of_the_device_decides_what_is_reserved(tmp_path):
     fast = {**case, "knobs": {**case["knobs"], "device": "fast"}}
     memory.trace_case(FOLDER, case, tmp_path / "trace.json")
     program = str(build_folder() / "bin" / "shardplan")
-    assert memory_cuda.first_difference(case, memory.compute(program, tmp_path / "trace.json", fast, tmp_path)) is not None
+    assert (
+        memory_cuda.first_difference(case, memory.compute(program, tmp_path / "trace.json", fast, tmp_path)) is not None
+    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 import warm
 from conftest import ROOT, build_folder
-from shardplan.conformance.optim_state import Differs, compare
+from shardplan_conformance.optim_state import Differs, compare
 
 RECORDER = pathlib.Path(__file__).with_name("optim_state_recorder.py")
 FOLDER = ROOT / "tests" / "conformance" / "optim_state"
@@ -59,9 +59,15 @@ def _last_bit(tensor):
 
 
 VALUES = [
-    ("uneven_w4_flat", "full_optim_state.pt", lambda d: _last_bit(d["state"]["l1.0.weight"]["exp_avg_sq"]), "exp_avg_sq of l1.0.weight"),
+    (
+        "uneven_w4_flat", "full_optim_state.pt", lambda d: _last_bit(d["state"]["l1.0.weight"]["exp_avg_sq"]),
+        "exp_avg_sq of l1.0.weight",
+    ),
     ("uneven_w4_flat", "local_optim_state.rank2.pt", lambda d: _last_bit(d["state"][1]["exp_avg"]), "exp_avg of l0"),
-    ("uneven_w4_orig", "sharded_optim_state.rank1.pt", lambda d: _last_bit(d["state"]["inp.weight"]["exp_avg"]["local"][0]["tensor"]), "inp.weight"),
+    (
+        "uneven_w4_orig", "sharded_optim_state.rank1.pt",
+        lambda d: _last_bit(d["state"]["inp.weight"]["exp_avg"]["local"][0]["tensor"]), "inp.weight",
+    ),
     ("uneven_w2_orig", "full_optim_state.pt", lambda d: d["state"]["l2.1.bias"]["step"].add_(1), "step of l2.1.bias"),
     ("uneven_w2_orig", "full_optim_state.pt", lambda d: d["param_groups"][0].update(lr=0.1), "param_groups"),
     ("uneven_w2_orig", "full_optim_state.pt", lambda d: d["param_groups"][0]["params"].reverse(), "param_groups"),
@@ -91,7 +97,10 @@ def test_the_command_says_where_a_case_differs(tmp_path, shardplan):
     path.write_text(json.dumps(layout))
     done = shardplan("conformance", tmp_path)
     assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines() == ["case: differs at rank 1, unit (root): shard_start: shardplan 26, FSDP1 27", "matched 0 of 1 cases"]
+    assert done.stdout.splitlines() == [
+        "case: differs at rank 1, unit (root): shard_start: shardplan 26, FSDP1 27",
+        "matched 0 of 1 cases",
+    ]
 
 
 def test_damaged_recordings_are_bad_input_and_the_others_are_compared(tmp_path, shardplan):

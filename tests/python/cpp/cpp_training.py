@@ -23,7 +23,7 @@ REFERENCE = pathlib.Path(__file__).with_name("reference_training.py")
 
 @dataclasses.dataclass
 class Finished:
-    """Of each rank: the lines that it printed, its exit code, and what it said on standard error."""
+    """The end of a run, by rank: the lines that it printed, its exit code, and its standard error."""
 
     lines: list[list[str]]
     codes: list[int]
@@ -32,19 +32,25 @@ class Finished:
 
 def environment() -> dict[str, str]:
     paths = [ROOT / "tools" / "python", build_folder() / "python", GPT]
-    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "SHARDPLAN_BUILD": str(build_folder())}
+    own = {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "SHARDPLAN_BUILD": str(build_folder()),
+    }
     return {**os.environ, **own}
 
 
 def _started(words: list[str], folder: str) -> subprocess.Popen:
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment())
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment()
+    )
 
 
 def _warm(words: list[str], folder: str) -> warm.Program:
     return warm.Program(words, env=environment(), cwd=folder)
 
 
-def run_ranks(program: object, ranks: int, timeout: float = 120, start: Callable = _started, **settings: object) -> Finished:
+def run_ranks(
+    program: object, ranks: int, timeout: float = 120, start: Callable = _started, **settings: object
+) -> Finished:
     """`program` as that many processes, which meet at a file of their own."""
     with tempfile.TemporaryDirectory() as folder:
         told = [f"{name}={value}" for name, value in {"store": f"{folder}/store", "ranks": ranks, **settings}.items()]
@@ -54,7 +60,9 @@ def run_ranks(program: object, ranks: int, timeout: float = 120, start: Callable
         finally:
             for process in started:
                 process.kill()
-    return Finished([out.splitlines() for out, _ in said], [process.returncode for process in started], [err for _, err in said])
+    return Finished(
+        [out.splitlines() for out, _ in said], [process.returncode for process in started], [err for _, err in said]
+    )
 
 
 def in_cpp(ranks: int, **settings: object) -> Finished:
@@ -80,14 +88,25 @@ class Plans:
         path = self._folder / f"trace{frozen}.json"
         if not path.exists():
             name = f"traced_{abs(hash(frozen))}"
-            freeze = f"\n    for name, p in model.named_parameters():\n        p.requires_grad_(not name.startswith({frozen!r}))" if frozen else ""
+            freeze = (
+                "\n    for name, p in model.named_parameters():\n        p.requires_grad_(not "
+                f"name.startswith({frozen!r}))"
+                if frozen
+                else ""
+            )
             (self._folder / f"{name}.py").write_text(
                 "import gpt\ndef small():\n    model = gpt.Gpt(gpt.Config(vocabulary=gpt.load_tokens()[1], "
                 f"{self._size})){freeze}\n    return model\n"
             )
             paths = os.pathsep.join([str(self._folder), environment()["PYTHONPATH"]])
-            command = [sys.executable, "-m", "shardplan.tracer", f"{name}:small", "--batch", "2", "--seq", "32", "--dtype", "float32", "-o", str(path)]
-            done = subprocess.run(command, cwd=self._folder, env={**environment(), "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300)
+            command = [
+                sys.executable, "-m", "shardplan.tracer", f"{name}:small", "--batch", "2", "--seq", "32", "--dtype",
+                "float32", "-o", str(path),
+            ]
+            done = subprocess.run(
+                command, cwd=self._folder, env={**environment(), "PYTHONPATH": paths}, capture_output=True, text=True,
+                timeout=300,
+            )
             assert done.returncode == 0, done.stderr
         return path
 
@@ -99,6 +118,9 @@ class Plans:
             cluster_path = self._folder / f"cluster{ranks}.json"
             cluster_path.write_text(json.dumps(cluster))
             path = self._folder / f"plan{len(self._made)}.json"
-            self._run("plan", self.trace(frozen), "--cluster", cluster_path, "--policy", policy, "--unit", "blocks.*", "-q", "-o", path, *flags)
+            self._run(
+                "plan", self.trace(frozen), "--cluster", cluster_path, "--policy", policy, "--unit", "blocks.*", "-q",
+                "-o", path, *flags,
+            )
             self._made[key] = path
         return self._made[key]

@@ -55,7 +55,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{settings['store']}", rank=rank, world_size=ranks)
     tokens, vocabulary = gpt.load_tokens()
-    config = gpt.Config(vocabulary=vocabulary, layers=int(settings.get("layers", 3)), width=int(settings.get("width", 44)))
+    config = gpt.Config(
+        vocabulary=vocabulary, layers=int(settings.get("layers", 3)), width=int(settings.get("width", 44))
+    )
     torch.manual_seed(int(settings.get("seed", 0)))
     model = gpt.Gpt(config)
     for name, parameter in model.named_parameters():
@@ -65,7 +67,9 @@ def main() -> None:
     optimizer = optimizer_of(settings.get("optimizer", "adamw"), model)
     if "load" in settings:
         sp.load(settings["load"], model, optimizer, strict=False)
-    first, rows, microbatches = int(settings.get("first", 0)), int(settings.get("rows", 2)), int(settings.get("microbatches", 1))
+    first, rows, microbatches = (
+        int(settings.get("first", 0)), int(settings.get("rows", 2)), int(settings.get("microbatches", 1)),
+    )
     for step in range(first, first + int(settings.get("steps", 3))):
         line = f"step {step}"
         if settings.get("evaluate") == "yes":
@@ -83,7 +87,11 @@ def main() -> None:
             for parameter in model.parameters():
                 parameter.grad.div_(1024.0)
         if "clip" in settings:
-            norm = sp.clip_grad_norm_(model, float(settings["clip"])) if settings.get("by") != "fsdp2" else nn.utils.clip_grad_norm_(model.parameters(), float(settings["clip"]))
+            norm = (
+                sp.clip_grad_norm_(model, float(settings["clip"]))
+                if settings.get("by") != "fsdp2"
+                else nn.utils.clip_grad_norm_(model.parameters(), float(settings["clip"]))
+            )
             line += f" norm {bits(norm.full_tensor() if hasattr(norm, 'full_tensor') else norm)}"
         optimizer.step()
         optimizer.zero_grad()

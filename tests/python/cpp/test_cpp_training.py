@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LibTorch model in C++ trains by a plan as the same model in Python does: losses, norms and checkpoints bit for bit."""
+"""A LibTorch model in C++ trains by a plan as the same model in Python does: losses, norms and checkpoints bit for
+bit."""
 
 import pytest
 from cpp_training import Plans, in_cpp, in_python
@@ -30,7 +31,11 @@ SETTINGS = {
     "evaluated": (2, (), {"evaluate": "yes"}),
     "scaled": (2, (), {"scaler": "yes"}),
     "micro-batches": (2, ("--accumulate", "2"), {"microbatches": 2, "rows": 1}),
-    "micro-batches reduced once": (2, ("--accumulate", "2", "--no-sync"), {"microbatches": 2, "rows": 1, "no_sync": "yes"}),
+    "micro-batches reduced once": (
+        2,
+        ("--accumulate", "2", "--no-sync"),
+        {"microbatches": 2, "rows": 1, "no_sync": "yes"},
+    ),
     "micro-batches in bfloat16 reduced once": (
         2,
         ("--accumulate", "2", "--no-sync", "--param-dtype", "bfloat16", "--reduce-dtype", "float32"),
@@ -55,14 +60,20 @@ def test_a_model_that_does_not_fit_names_the_parameter(plans):
     done = in_cpp(2, plan=plans.plan(2), width=40)
     assert done.codes == [4, 4]
     for said in done.errors:
-        assert "parameter wte.weight of the root: shape expected" in said and "Trace this model and plan it again" in said
+        assert (
+            "parameter wte.weight of the root: shape expected" in said and "Trace this model and plan it again" in said
+        )
 
 
 def test_a_plan_for_other_ranks_and_a_flat_one_are_refused(plans):
     done = in_cpp(2, plan=plans.plan(3))
-    assert done.codes == [4, 4] and all("/world_size: the plan is for another number of ranks (found 3, expected 2)" in said for said in done.errors)
+    assert done.codes == [4, 4] and all(
+        "/world_size: the plan is for another number of ranks (found 3, expected 2)" in said for said in done.errors
+    )
     done = in_cpp(2, plan=plans.plan(2, policy="fsdp1"))
-    assert done.codes == [4, 4] and all("modules in C++ cannot hold views of a flat parameter" in said for said in done.errors)
+    assert done.codes == [4, 4] and all(
+        "modules in C++ cannot hold views of a flat parameter" in said for said in done.errors
+    )
 
 
 def test_a_rank_that_dies_is_named_by_the_other(plans):
@@ -74,7 +85,9 @@ def test_a_rank_that_dies_is_named_by_the_other(plans):
 def test_another_micro_batch_stops_or_is_trained_on_demand(plans):
     plan = plans.plan(2)
     stopped = in_cpp(2, plan=plan, extra_microbatch_in_step=1)
-    assert stopped.codes == [7, 7] and all("the model deviates from the plan" in said and "OnDeviation::kOnDemand" in said for said in stopped.errors)
+    assert stopped.codes == [7, 7] and all(
+        "the model deviates from the plan" in said and "OnDeviation::kOnDemand" in said for said in stopped.errors
+    )
     for step in ("training", "direct"):
         went_on = in_cpp(2, plan=plan, extra_microbatch_in_step=1, steps=4, deviation="on_demand", step=step)
         assert went_on.codes == [0, 0], went_on.errors

@@ -26,7 +26,7 @@ def plans(tmp_path_factory, shardplan):
 
 
 class Ranks:
-    """A program as ranks of one job. What each prints and says goes to files of `folder`."""
+    """A program as ranks of one job. Their output goes to files of `folder`."""
 
     def __init__(self, folder: pathlib.Path, ranks: int, command: list[object], **more: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,9 +34,14 @@ class Ranks:
         port = free_port()
         self.processes = []
         for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            own = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
             with open(self._file(rank, "out"), "w") as out, open(self._file(rank, "err"), "w") as err:
-                self.processes.append(subprocess.Popen([*map(str, command)], stdout=out, stderr=err, env={**environment(), **own, **more}))
+                self.processes.append(
+                    subprocess.Popen([*map(str, command)], stdout=out, stderr=err, env={**environment(), **own, **more})
+                )
 
     def _file(self, rank: int, kind: str) -> pathlib.Path:
         return self._folder / f"{rank}.{kind}"
@@ -46,7 +51,10 @@ class Ranks:
 
     def losses(self) -> dict[int, str]:
         """By step, as rank 0 prints them. A killed rank's last line may be a part of one."""
-        return {int(step): loss for step, loss in re.findall(r"step (\d+) loss ([\d.]+)\n", self._file(0, "out").read_text())}
+        return {
+            int(step): loss
+            for step, loss in re.findall(r"step (\d+) loss ([\d.]+)\n", self._file(0, "out").read_text())
+        }
 
     def end(self, timeout: float = 120) -> list[int]:
         try:
@@ -126,18 +134,28 @@ def test_on_gpus_and_nccl_as_on_the_cpu(plans, tmp_path, mode):
     on_cpu = Ranks(tmp_path / "cpu", 2, in_cpp(plans.plan(2), "--steps", 5))
     assert on_cpu.end() == [0, 0], on_cpu.said(0)
     flags = ["--steps", 5, "--device", "cuda", "--checkpoints", tmp_path / "saved", "--save-every", 2]
-    ours = Ranks(tmp_path / "gpu", 2, in_cpp(plans.plan(2), *flags), LD_PRELOAD=str(library), SHARDPLAN_DEVICE_MODE=mode)
+    ours = Ranks(
+        tmp_path / "gpu", 2, in_cpp(plans.plan(2), *flags), LD_PRELOAD=str(library), SHARDPLAN_DEVICE_MODE=mode
+    )
     assert ours.end(300) == [0, 0], ours.said(0) + ours.said(1)
     assert len(ours.losses()) == 5
     check(on_cpu.losses(), ours.losses(), within=1e-5)
     assert re.search(r"memory: [1-9]\d* bytes at the peak", ours.said(0))
-    on_cpu_again = Ranks(tmp_path / "on", 2, in_cpp(plans.plan(2), "--steps", 6, "--checkpoints", tmp_path / "saved", "--resume"))
+    on_cpu_again = Ranks(
+        tmp_path / "on", 2, in_cpp(plans.plan(2), "--steps", 6, "--checkpoints", tmp_path / "saved", "--resume")
+    )
     assert on_cpu_again.end() == [0, 0] and on_cpu_again.losses().keys() == {6}
 
 
 def one_rank(tmp_path: pathlib.Path, *flags: object, ranks: str = "1") -> tuple[int, str]:
-    done = subprocess.run([PROGRAM, *map(str, flags)], env={**environment(), "RANK": "0", "WORLD_SIZE": ranks, "MASTER_PORT": "0"},
-                          cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [PROGRAM, *map(str, flags)],
+        env={**environment(), "RANK": "0", "WORLD_SIZE": ranks, "MASTER_PORT": "0"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert not re.search(r"terminate called|Exception raised from|frame #", done.stderr), done.stderr
     return done.returncode, done.stderr
 
@@ -159,10 +177,18 @@ def test_mistakes_have_exit_codes_of_the_commands(plans, tmp_path):
         (("--plan", cut, "--text", TEXT), 3, f"{cut}: "),
         (("--plan", plan, "--text", "no.txt"), 3, "no.txt: cannot be read"),
         (("--plan", plan, "--text", "short.txt"), 3, "short.txt: is shorter than one row of 32 bytes"),
-        (("--plan", plans.plan(2), "--text", TEXT), 3, "/world_size: the plan is for another number of ranks (found 2, expected 1)"),
+        (
+            ("--plan", plans.plan(2), "--text", TEXT),
+            3,
+            "/world_size: the plan is for another number of ranks (found 2, expected 1)",
+        ),
         (("--plan", plans.plan(1, policy="fsdp1"), "--text", TEXT), 3, "flat"),
         ((*good, "--device", "cuda"), 4, "there is no GPU for this rank"),
-        (("--plan", plans.plan(1, "--accumulate", "2"), "--text", TEXT, "--steps", 2), 1, "the model deviates from the plan"),
+        (
+            ("--plan", plans.plan(1, "--accumulate", "2"), "--text", TEXT, "--steps", 2),
+            1,
+            "the model deviates from the plan",
+        ),
     ]:
         found, said = one_rank(tmp_path, *flags)
         assert found == code and text in said, f"{flags}: {found}\n{said}"
@@ -177,9 +203,19 @@ def test_a_checkpoint_that_is_damaged_or_of_another_model_is_an_error(plans, tmp
     code, said = one_rank(tmp_path, *flags, "--steps", 4, "--resume")
     assert code == 3 and ".distcp" in said, said
     shutil.rmtree(saved)
-    made = subprocess.run([sys.executable, "-c", "import torch, torch.distributed.checkpoint as dcp, sys\n"
-                           "dcp.save({'model.wte.weight': torch.zeros(3, 3)}, checkpoint_id=sys.argv[1])", str(saved / "step_000002")],
-                          env=environment(), capture_output=True, text=True, timeout=120)
+    made = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import torch, torch.distributed.checkpoint as dcp, sys\n"
+            "dcp.save({'model.wte.weight': torch.zeros(3, 3)}, checkpoint_id=sys.argv[1])",
+            str(saved / "step_000002"),
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert made.returncode == 0, made.stderr
     code, said = one_rank(tmp_path, *flags, "--steps", 4, "--resume")
     assert code == 3 and "model.wte.weight is another tensor in the checkpoint (found float32 [3, 3]" in said, said
@@ -194,14 +230,29 @@ def test_an_environment_that_cannot_be_is_a_usage_error(plans, tmp_path):
         ("LOCAL_RANK", "", "0 to 1073741824"),
     ]:
         own = {**environment(), "RANK": "0", "WORLD_SIZE": "1", name: value}
-        done = subprocess.run([*map(str, in_cpp(plans.plan(1), "--steps", 1))], env=own, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and f'the environment\'s {name} cannot be (found "{value}", expected {expected})' in done.stderr, done.stderr
+        done = subprocess.run(
+            [*map(str, in_cpp(plans.plan(1), "--steps", 1))], env=own, capture_output=True, text=True, timeout=60
+        )
+        assert (
+            done.returncode == 2
+            and f'the environment\'s {name} cannot be (found "{value}", expected {expected})' in done.stderr
+        ), done.stderr
 
 
 def test_a_rank_that_does_not_come_is_named(plans, tmp_path):
-    job = subprocess.run([*map(str, in_cpp(plans.plan(2), "--timeout", 3))], env={**environment(), "RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"},
-                         capture_output=True, text=True, timeout=60)
+    job = subprocess.run(
+        [*map(str, in_cpp(plans.plan(2), "--timeout", 3))],
+        env={**environment(), "RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert job.returncode == 4 and "rank 1 did not arrive" in job.stderr, job.stderr
-    job = subprocess.run([*map(str, in_cpp(plans.plan(2), "--timeout", 3))], env={**environment(), "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())},
-                         capture_output=True, text=True, timeout=60)
+    job = subprocess.run(
+        [*map(str, in_cpp(plans.plan(2), "--timeout", 3))],
+        env={**environment(), "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert job.returncode == 4 and "rank 0 did not arrive: the store at" in job.stderr, job.stderr

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's libraries ask of the CUDA runtime and of NCCL, by name. Needs no torch: dev/check_torch asks it of releases that are not installed."""
+"""Names that torch's libraries ask of the CUDA runtime and of NCCL. Needs no torch: dev/check_torch asks it of
+releases that are not installed."""
 
 import pathlib
 import re
@@ -10,7 +11,8 @@ LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so", "libtor
 LEFT = re.compile(
     "|".join(
         (
-            "cudaGraph|cudaUserObject|cudaDevice[GS]etGraphMem|cudaStream(BeginCaptureToGraph|UpdateCapture|EndCapture)",
+            "cudaGraph|cudaUserObject|cudaDevice[GS]etGraphMem|"
+            "cudaStream(BeginCaptureToGraph|UpdateCapture|EndCapture)",
             "cudaMemPool|cudaMallocAsync|cudaFreeAsync|cudaDeviceGetDefaultMemPool",  # memory pools of the driver
             "cudaIpc",  # memory shared between processes
             "cudaLibrary|cudaKernelSetAttribute",  # kernels that are loaded from a file

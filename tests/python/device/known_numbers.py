@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers on a device on which nothing computes: integers and few floats are real, what comes of bulk is settled, peers give what this rank gives.
-Run by test_known_numbers.py as rank 5 of 64; every check is an assertion."""
+"""Numbers on a device on which nothing computes: integers and few floats are real, what comes of bulk is settled, peers
+give what this rank gives. Run by test_known_numbers.py as rank 5 of 64; every check is an assertion."""
 
 import math
 import resource
@@ -19,13 +19,19 @@ def integers_are_real() -> None:
     assert x.sum().item() == 4950 and (x % 7).bincount().tolist() == [15, 15, 14, 14, 14, 14, 14]
     assert torch.arange(5).to(CUDA, non_blocking=True).tolist() == [0, 1, 2, 3, 4] and x.cpu()[:3].tolist() == [0, 1, 2]
     third = torch.arange(1000, device=CUDA) % 3 == 0
-    assert third.nonzero().shape == (334, 1) and torch.arange(1000, device=CUDA)[third].tolist() == list(range(0, 1000, 3))
+    assert third.nonzero().shape == (334, 1) and torch.arange(1000, device=CUDA)[third].tolist() == list(
+        range(0, 1000, 3)
+    )
     assert torch.repeat_interleave(torch.tensor([1, 2, 3], device=CUDA)).tolist() == [0, 1, 1, 2, 2, 2]
     assert torch.unique(torch.tensor([3, 1, 3], device=CUDA)).tolist() == [1, 3]
     assert sorted(torch.randperm(50, device=CUDA).tolist()) == list(range(50))
     assert torch.equal(x, x.clone()) and not torch.equal(x, x + 1)
     many = torch.arange(100_000, device=CUDA) % 64
-    assert torch.histc(many, bins=64, min=0, max=64).tolist() == torch.histc(many.float(), bins=64, min=0, max=64).tolist() == torch.bincount(many).tolist()
+    assert (
+        torch.histc(many, bins=64, min=0, max=64).tolist()
+        == torch.histc(many.float(), bins=64, min=0, max=64).tolist()
+        == torch.bincount(many).tolist()
+    )
     assert (many.float() * 2).long().max().item() == 126  # floats of integers
     assert torch.argsort(many, stable=True)[:2].tolist() == [0, 64]
 
@@ -49,7 +55,9 @@ def routing_is_balanced() -> None:
     assert torch.bincount(scores.argmax(-1), minlength=64).tolist() == [128] * 64
     offsets = torch.cumsum(torch.bincount(experts.flatten(), minlength=64), 0, dtype=torch.int32)
     product = torch._grouped_mm(
-        torch.randn(65536, 128, device=CUDA, dtype=torch.bfloat16), torch.randn(64, 128, 256, device=CUDA, dtype=torch.bfloat16), offs=offsets
+        torch.randn(65536, 128, device=CUDA, dtype=torch.bfloat16),
+        torch.randn(64, 128, 256, device=CUDA, dtype=torch.bfloat16),
+        offs=offsets,
     )
     assert product.shape == (65536, 256)
 
@@ -123,7 +131,8 @@ def host_initialisation_touches_no_page() -> None:
     half = linear.to(torch.bfloat16)
     half.cuda()
     assert torch.cuda.memory_allocated() >= 2 << 29
-    assert torch.randn(10).std().item() > 0 and torch.arange(200_000).sum().item() == 199_999 * 100_000  # few floats and integers are computed
+    # Few floats and integers are computed.
+    assert torch.randn(10).std().item() > 0 and torch.arange(200_000).sum().item() == 199_999 * 100_000
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
     assert grown_mib < 300, grown_mib
 
@@ -179,7 +188,10 @@ def peers_give_what_this_rank_gives() -> None:
 
 
 def main() -> None:
-    checks = (integers_are_real, bulk_reads_as_zero, routing_is_balanced, masks_are_read, freed_integers_leave_the_host, graphs_are_captured, training_goes_on)
+    checks = (
+        integers_are_real, bulk_reads_as_zero, routing_is_balanced, masks_are_read, freed_integers_leave_the_host,
+        graphs_are_captured, training_goes_on,
+    )
     for check in (*checks, host_initialisation_touches_no_page):
         check()
     # Without peers a split does not know its ranks: groups are made anew.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains by real FSDP2 or FSDP1 on a device on which nothing computes, as rank 0 of a world of any size, and prints what the caching allocator says, over
-all steps and at points of the last one: `memory_of_training.py CASE.json`, where the case has the knobs and the model's sizes of a recording of memory."""
+"""Trains by real FSDP2 or FSDP1 on a device on which nothing computes, as rank 0 of a world of any size. Prints the
+caching allocator's figures, over all steps and at points of the last one. `memory_of_training.py CASE.json`: the case
+has the knobs and the model's sizes of a recording of memory."""
 
 import contextlib
 import gc
@@ -37,7 +38,9 @@ def model_of(case: dict, path: str) -> torch.nn.Module:
 
 
 def _dtypes(knobs: dict) -> tuple:
-    return {"bf16_fp32": (torch.bfloat16, torch.float32), "bf16_bf16": (torch.bfloat16, torch.bfloat16)}.get(knobs["mp"], (None, None))
+    return {"bf16_fp32": (torch.bfloat16, torch.float32), "bf16_bf16": (torch.bfloat16, torch.bfloat16)}.get(
+        knobs["mp"], (None, None)
+    )
 
 
 def _checkpointed(module: torch.nn.Module, knobs: dict) -> torch.nn.Module:
@@ -56,7 +59,9 @@ def _mesh(knobs: dict):
 def shard2(model: torch.nn.Module, knobs: dict) -> torch.nn.Module:
     options = {"mesh": _mesh(knobs), "mp_policy": MixedPrecisionPolicy(*_dtypes(knobs))}
     for index, block in enumerate(model.layers):
-        model.layers[index] = fully_shard(_checkpointed(block, knobs), reshard_after_forward=knobs["reshard"], **options)
+        model.layers[index] = fully_shard(
+            _checkpointed(block, knobs), reshard_after_forward=knobs["reshard"], **options
+        )
     if knobs["units"] == "embed_block_head":
         fully_shard(model.tok_embeddings, reshard_after_forward=knobs["reshard"], **options)
         fully_shard(model.head, reshard_after_forward=False, **options)
@@ -66,11 +71,17 @@ def shard2(model: torch.nn.Module, knobs: dict) -> torch.nn.Module:
 
 
 def shard1(model: torch.nn.Module, knobs: dict) -> torch.nn.Module:
-    """Units are made one by one on the host; then the shards are moved to memory of their own, without what they were cut from."""
-    shardings = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD", "hybrid_shard_zero2": "_HYBRID_SHARD_ZERO2"}
+    """Units are made one by one on the host; then the shards are moved to memory of their own, without what they were
+    cut from."""
+    shardings = {
+        "full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD",
+        "hybrid_shard_zero2": "_HYBRID_SHARD_ZERO2",
+    }
     options = {
         "sharding_strategy": ShardingStrategy[shardings[knobs["sharding"]]],
-        "backward_prefetch": {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}[knobs["backward_prefetch"]],
+        "backward_prefetch": {
+            "pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None,
+        }[knobs["backward_prefetch"]],
         "device_id": torch.device("cuda", 0),
         **{name: knobs[name] for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params")},
     }
@@ -83,7 +94,9 @@ def shard1(model: torch.nn.Module, knobs: dict) -> torch.nn.Module:
         model.layers[index] = FullyShardedDataParallel(_checkpointed(block.to_empty(device="cpu"), knobs), **options)
     for name in ("tok_embeddings", "head"):
         part = getattr(model, name).to_empty(device="cpu")
-        setattr(model, name, FullyShardedDataParallel(part, **options) if knobs["units"] == "embed_block_head" else part)
+        setattr(
+            model, name, FullyShardedDataParallel(part, **options) if knobs["units"] == "embed_block_head" else part
+        )
     for name in ("cos", "sin"):
         model.register_buffer(name, torch.empty_like(getattr(model, name), device="cpu"), persistent=False)
     model = FullyShardedDataParallel(model, **options)
@@ -124,7 +137,8 @@ STATISTICS = ("requested", "allocated", "active", "reserved")
 
 
 class Rows:
-    """What the allocator says at points of the last step: before FSDP1's and behind FSDP2's hook ahead of a unit's forward, behind the one after it."""
+    """The allocator's figures at points of the last step: before FSDP1's and behind FSDP2's hook ahead of a unit's
+    forward, behind the one after it."""
 
     def __init__(self, model: torch.nn.Module, knobs: dict):
         self.rows: list[list] = []
@@ -181,7 +195,8 @@ def main() -> None:
         dist.init_process_group("nccl")
     else:
         dist.init_process_group("nccl", rank=0, world_size=knobs["world"], store=dist.HashStore())
-        # A mesh would split the communicator of a group that is bound to a device, as 2.15 makes it; alone on a null device it keeps its parent's size.
+        # A mesh would split the communicator of a group that is bound to a device, as 2.15 makes it; alone on a null
+        # device it keeps its parent's size.
         dist.group.WORLD.bound_device_id = None
     shard = shard1 if knobs["policy"] == "fsdp1" else shard2
     model = shard(model_of(case, sys.argv[2]), knobs)

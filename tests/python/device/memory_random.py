@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random small models and settings of both policies: `python tests/python/device/memory_random.py --cases 100 [--seed N]` trains each on a device on
-which nothing computes and compares what PyTorch's own allocator says at points of the last step, its peaks, and how often it called the driver, with
-`shardplan memory`.
-A case is made of its number alone. --rehearsed: each is trained by `shardplan rehearse`, and what that reports of the steps is compared, too.
+"""Random small models and settings of both policies: `python tests/python/device/memory_random.py --cases 100 [--seed
+N]` trains each on a device on which nothing computes and compares what PyTorch's own allocator says at points of the
+last step, its peaks, and how often it called the driver, with `shardplan memory`. A case is made of its number alone.
+--rehearsed: each is trained by `shardplan rehearse`, and what that reports of the steps is compared, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "tests" / "python"), str(ROOT / "tools" / "python")]
 
 from conftest import build_folder, on_device  # noqa: E402
-from shardplan.conformance import memory  # noqa: E402
+from shardplan_conformance import memory  # noqa: E402
 
 FOLDER = ROOT / "tests" / "conformance" / "memory_cuda"
 DEFAULT = FOLDER / "f1_small_flat.json"  # what a case does not say
@@ -54,29 +54,45 @@ def make_case(seed: int) -> dict:
         "alloc_conf": draw.choice(ALLOCATORS),
     }
     knobs["attn"] = "repeat" if knobs["mp"] == "fp32" else draw.choice(("gqa", "repeat"))
-    knobs["opt"] = draw.choice(("foreach", "fused", "for_loop") if knobs["optimizer"] == "adamw" else ("foreach", "for_loop"))
+    knobs["opt"] = draw.choice(
+        ("foreach", "fused", "for_loop") if knobs["optimizer"] == "adamw" else ("foreach", "for_loop")
+    )
     if fsdp1:
-        knobs["sharding"] = draw.choice(("hybrid_shard", "hybrid_shard_zero2") if hybrid else ("full_shard", "full_shard", "shard_grad_op"))
+        knobs["sharding"] = draw.choice(
+            ("hybrid_shard", "hybrid_shard_zero2") if hybrid else ("full_shard", "full_shard", "shard_grad_op")
+        )
         knobs["backward_prefetch"] = draw.choice(("pre", "post", "none"))
         knobs |= {name: draw.random() < 0.6 for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params")}
     else:
         knobs |= {"reshard": draw.choice((None, True, False)), "accum_reshard": draw.random() < 0.7}
-    sizes = {"dim": width, "layers": draw.choice((2, 3, 5)), "heads": heads, "kv_heads": groups, "vocab": draw.choice((1001, 5003, 32000, 50257))}
-    return {"case": f"memory{seed}", "knobs": knobs, "model": {**sizes, "ffn": draw.choice((2, 3, 4)) * width + draw.choice((0, 8, 40))}}
+    sizes = {
+        "dim": width, "layers": draw.choice((2, 3, 5)), "heads": heads, "kv_heads": groups,
+        "vocab": draw.choice((1001, 5003, 32000, 50257)),
+    }
+    return {
+        "case": f"memory{seed}", "knobs": knobs,
+        "model": {**sizes, "ffn": draw.choice((2, 3, 4)) * width + draw.choice((0, 8, 40))},
+    }
 
 
 def _whole(case: dict) -> dict:
     recorded = json.loads(DEFAULT.read_text())
     knobs = {**recorded["knobs"], **PLAIN, **case["knobs"]}
     model = {**recorded["model"], **case["model"]}
-    return {**case, "device": "software CUDA device", "knobs": knobs, "model": model, "rows": [], "peak": [], "columns": recorded["columns"]}
+    return {
+        **case, "device": "software CUDA device", "knobs": knobs, "model": model, "rows": [], "peak": [],
+        "columns": recorded["columns"],
+    }
 
 
 def _real(case: dict, path: pathlib.Path) -> dict:
     knobs = case["knobs"]
     settings = {"PYTORCH_CUDA_ALLOC_CONF": knobs["alloc_conf"]} if knobs["alloc_conf"] else {}
     done = on_device(
-        [sys.executable, str(ROOT / "tests" / "python" / "device" / "memory_of_training.py"), str(path), str(FOLDER / "model.py")],
+        [
+            sys.executable, str(ROOT / "tests" / "python" / "device" / "memory_of_training.py"), str(path),
+            str(FOLDER / "model.py"),
+        ],
         "null:slow" if knobs["device"] == "slow" else "null",
         SHARDPLAN_DEVICE_COUNT="1",
         SHARDPLAN_DEVICE_BYTES=str(knobs["gib"] << 30),
@@ -90,11 +106,19 @@ def _real(case: dict, path: pathlib.Path) -> dict:
 def _rehearsed(case: dict, path: pathlib.Path) -> dict:
     """The script's own figures, as _real; the report's of all steps have to be the same."""
     knobs, report = case["knobs"], path.with_name("report.json")
-    program = [sys.executable, str(ROOT / "tests" / "python" / "device" / "memory_of_training.py"), str(path), str(FOLDER / "model.py")]
-    options = ["--gpus", str(knobs["world"]), "--device-memory", f"{2 * knobs['gib']}GiB", "--steps", "0", "--report", str(report), "--quiet"]
+    program = [
+        sys.executable, str(ROOT / "tests" / "python" / "device" / "memory_of_training.py"), str(path),
+        str(FOLDER / "model.py"),
+    ]
+    options = [
+        "--gpus", str(knobs["world"]), "--device-memory", f"{2 * knobs['gib']}GiB", "--steps", "0", "--report",
+        str(report), "--quiet",
+    ]
     settings = {"PYTORCH_CUDA_ALLOC_CONF": knobs["alloc_conf"]} if knobs["alloc_conf"] else {}
     command = [str(build_folder() / "bin" / "shardplan"), "rehearse", *options, "--", *program]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300
+    )
     found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert done.returncode == 0 and found, done.stdout + done.stderr[-3000:]
     real = json.loads(found[0].removeprefix("FOUND "))
@@ -113,8 +137,12 @@ def _row_difference(wanted: list[list], rows: list[dict]) -> str:
         return f"{len(found)} rows instead of {len(wanted)}"
     for index, ((event, unit, *values), row) in enumerate(zip(wanted, found)):
         of = row["allocator"]
-        ours = {name: of[f"{name}_bytes"] for name in ("requested", "allocated", "active", "reserved")} | {"segments": of["segments"]}
-        differs = [f"{name} {mine} instead of {real}" for (name, mine), real in zip(ours.items(), values) if mine != real]
+        ours = {name: of[f"{name}_bytes"] for name in ("requested", "allocated", "active", "reserved")} | {
+            "segments": of["segments"]
+        }
+        differs = [
+            f"{name} {mine} instead of {real}" for (name, mine), real in zip(ours.items(), values) if mine != real
+        ]
         if (row["event"], row["unit"]) != (event, unit) or differs:
             return f"row {index}, {event} {unit} ({row['event']} {row['unit']}): {', '.join(differs)}"
     return ""
@@ -133,7 +161,11 @@ def difference(case: dict, folder: pathlib.Path, rehearsed: bool = False) -> str
     ours = document["allocator"]
     computed = {what: ours[f"peak_{what}_bytes"] for what in ("allocated", "active", "reserved")}
     computed |= {"device_allocs": ours["device_allocs"], "retries": ours["retries"]}
-    differs = [f"{what} {computed[what]} instead of {wanted}" for what, wanted in real["peaks"].items() if computed[what] != wanted]
+    differs = [
+        f"{what} {computed[what]} instead of {wanted}"
+        for what, wanted in real["peaks"].items()
+        if computed[what] != wanted
+    ]
     return "; ".join(filter(None, [*differs, _row_difference(real["rows"], document["rows"])]))
 
 

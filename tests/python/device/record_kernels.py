@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What PyTorch's own host code takes inside of kernels, on a device on which nothing computes: `record_kernels.py` prints a JSON document with, for each
-operator of a list of random ones, the bytes of the storages that it reads and writes and, in order, what it takes ("+", bytes) and gives back
-("-", which of those taken), and where it allocates its outputs ("o").
-`tests/simulator/kernels_215.json` is its output with torch 2.15, `kernels_211.json` with 2.11; `kernel_recordings_test.cc` compares the formulas with both."""
+"""Memory that PyTorch's own host code takes inside of kernels, on a device on which nothing computes.
+`record_kernels.py` prints a JSON document with the bytes of the storages that each operator of a list of random ones
+reads and writes. In order follow the blocks that it takes ("+", bytes) and gives back ("-", which of those taken), and
+where it allocates its outputs ("o"). `tests/simulator/kernels_215.json` is its output with torch 2.15,
+`kernels_211.json` with 2.11; `kernel_recordings_test.cc` compares the formulas with both."""
 
 import json
 import random
@@ -17,7 +18,11 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _device(tensors) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" and _bytes(tensor)]
+    return [
+        tensor
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" and _bytes(tensor)
+    ]
 
 
 def _recorded(function):
@@ -25,7 +30,11 @@ def _recorded(function):
     result = function()
     trace = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(enabled=None)
-    return result, [(event["action"], event["addr"], event["size"]) for event in trace if event["action"] in ("alloc", "free_requested")]
+    return result, [
+        (event["action"], event["addr"], event["size"])
+        for event in trace
+        if event["action"] in ("alloc", "free_requested")
+    ]
 
 
 def _steps(actions: list, outputs: list[torch.Tensor]) -> list:
@@ -60,7 +69,9 @@ def _case(name: str, dtype: torch.dtype, flops: int, reads: list, function) -> d
 
 
 def _embedding(draw: random.Random) -> dict:
-    indices, rows, width = draw.choice((3072, 3073, draw.randrange(3000, 400_000))), draw.randrange(1, 60_000), draw.choice((1, 8, 72))
+    indices, rows, width = (
+        draw.choice((3072, 3073, draw.randrange(3000, 400_000))), draw.randrange(1, 60_000), draw.choice((1, 8, 72)),
+    )
     dtype = draw.choice((torch.bfloat16, torch.float32))
     index = torch.empty(indices, dtype=torch.long, device="cuda")
     gradient = torch.empty(indices, width, dtype=dtype, device="cuda")
@@ -73,12 +84,20 @@ def _heads(batch: int, length: int, heads: int, width: int, dtype: torch.dtype) 
 
 
 def _flash(draw: random.Random) -> list[dict]:
-    batch, groups, repeats, length = draw.randrange(1, 4), draw.randrange(1, 5), draw.choice((1, 4)), draw.randrange(1, 3000)
+    batch, groups, repeats, length = (
+        draw.randrange(1, 4), draw.randrange(1, 5), draw.choice((1, 4)), draw.randrange(1, 3000),
+    )
     width, dtype = 8 * draw.randrange(1, 33), draw.choice((torch.bfloat16, torch.float16))
     q = _heads(batch, length, groups * repeats, width, dtype)
     k, v = (_heads(batch, length, groups, width, dtype) for _ in "kv")
     flops = 4 * q.numel() * length
-    forward = _case("_scaled_dot_product_flash_attention", dtype, flops, [q, k, v], lambda: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True))
+    forward = _case(
+        "_scaled_dot_product_flash_attention",
+        dtype,
+        flops,
+        [q, k, v],
+        lambda: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True),
+    )
     out, lse, *lengths, seed, offset, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
     state = [seed, offset]
     run = lambda: aten._scaled_dot_product_flash_attention_backward(out, q, k, v, out, lse, *lengths, 0.0, True, *state)
@@ -88,14 +107,24 @@ def _flash(draw: random.Random) -> list[dict]:
 
 def _efficient(draw: random.Random, most_heads: int) -> dict:
     dtype = draw.choice((torch.float32, torch.bfloat16))
-    batch, heads, length = draw.randrange(1, 4), draw.randrange(min(2, most_heads), most_heads + 1), draw.randrange(1, 1500)
+    batch, heads, length = (
+        draw.randrange(1, 4), draw.randrange(min(2, most_heads), most_heads + 1), draw.randrange(1, 1500),
+    )
     keys, width = draw.choice((length, draw.randrange(1, 1500))), 8 * draw.randrange(1, 40)
     q, k, v = (_heads(batch, size, heads, width, dtype) for size in (length, keys, keys))
     out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
     wanted = [True, True, True, False]
     gradient = torch.empty_like(out)
-    run = lambda: aten._scaled_dot_product_efficient_attention_backward(gradient, q, k, v, None, out, lse, seed, offset, 0.0, wanted)
-    case = _case("_scaled_dot_product_efficient_attention_backward", dtype, 10 * q.numel() * keys, [gradient, q, k, v, out, lse], run)
+    run = lambda: aten._scaled_dot_product_efficient_attention_backward(
+        gradient, q, k, v, None, out, lse, seed, offset, 0.0, wanted
+    )
+    case = _case(
+        "_scaled_dot_product_efficient_attention_backward",
+        dtype,
+        10 * q.numel() * keys,
+        [gradient, q, k, v, out, lse],
+        run,
+    )
     return {**case, "sequences": batch}
 
 
@@ -114,7 +143,10 @@ def _workspaces_are_given_back() -> bool:
 
 
 def _product(draw: random.Random) -> list[dict]:
-    dtype, rows, inner, columns = draw.choice((torch.float32, torch.bfloat16)), *(draw.choice((1, 2, 48, draw.randrange(1, 3000))) for _ in range(3))
+    dtype, rows, inner, columns = (
+        draw.choice((torch.float32, torch.bfloat16)),
+        *(draw.choice((1, 2, 48, draw.randrange(1, 3000))) for _ in range(3)),
+    )
     empty = lambda *shape: torch.empty(shape, dtype=dtype, device="cuda")
     a, b = empty(rows, inner), draw.choice((empty(inner, columns), empty(columns, inner).t()))
     row, matrix = empty(columns), empty(rows, columns)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host reads on a device on which nothing computes (device/kernels/numbers.h, device/nccl/played.h)."""
+"""Numbers that the host reads on a device on which nothing computes (device/kernels/numbers.h,
+device/nccl/played.h)."""
 
 import subprocess
 import sys
@@ -20,7 +21,8 @@ import torch
 torch.cuda.device_count()
 experts = torch.randn(8192, 8, device="cuda").topk(2, -1).indices
 assert all(len(set(row)) == 2 for row in experts.tolist())
-print(torch.bincount(experts.flatten(), minlength=8).tolist(), torch.randn(8192, 4, device="cuda").argmax(-1).bincount().tolist())
+print(torch.bincount(experts.flatten(), minlength=8).tolist(), torch.randn(8192, 4, \
+device="cuda").argmax(-1).bincount().tolist())
 """
     done = on_device([sys.executable, "-c", program], "null", SHARDPLAN_DEVICE_ROUTING=str(tmp_path / "histogram.csv"))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -59,12 +61,24 @@ int begin(void) { const void* table; return cuGetExportTable(&table, &stub); }
     program = f"import ctypes; e = ctypes.CDLL({str(library)!r}); print(e.launch(), e.begin() != 0, e.begin() != 0)"
     done = on_device([sys.executable, "-c", program], "null")
     assert done.stdout.split() == ["0", "True", "True"], done.stderr
-    assert done.stderr.count(f"{library} brings CUDA's runtime inside (cudart_static): its kernels cannot run here") == 1
+    assert (
+        done.stderr.count(f"{library} brings CUDA's runtime inside (cudart_static): its kernels cannot run here") == 1
+    )
 
 
 def test_the_device_is_of_the_kind_that_is_asked_for():
-    program = "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.major, p.minor, p.multi_processor_count, p.shared_memory_per_block_optin)"
-    kind = {"SHARDPLAN_DEVICE_NAME": "NVIDIA_A100", "SHARDPLAN_DEVICE_CAPABILITY": "8.0", "SHARDPLAN_DEVICE_MULTIPROCESSORS": "108"}
-    assert on_device([sys.executable, "-c", program], "null", **kind).stdout.split() == ["NVIDIA_A100", "8", "0", "108", str(163 << 10)]
+    program = (
+        "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.major, p.minor, "
+        "p.multi_processor_count, p.shared_memory_per_block_optin)"
+    )
+    kind = {
+        "SHARDPLAN_DEVICE_NAME": "NVIDIA_A100", "SHARDPLAN_DEVICE_CAPABILITY": "8.0",
+        "SHARDPLAN_DEVICE_MULTIPROCESSORS": "108",
+    }
+    assert on_device([sys.executable, "-c", program], "null", **kind).stdout.split() == [
+        "NVIDIA_A100", "8", "0", "108", str(163 << 10),
+    ]
     refused = on_device([sys.executable, "-c", program], "null", SHARDPLAN_DEVICE_CAPABILITY="ninety")
-    assert refused.returncode == 2 and "SHARDPLAN_DEVICE_CAPABILITY=ninety, expected two numbers, as 9.0" in refused.stderr
+    assert (
+        refused.returncode == 2 and "SHARDPLAN_DEVICE_CAPABILITY=ninety, expected two numbers, as 9.0" in refused.stderr
+    )

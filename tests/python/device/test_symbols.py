@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's libraries ask of the CUDA runtime and of NCCL, by name: all that the device gives, and what is known to be left."""
+"""Names that torch's libraries ask of the CUDA runtime and of NCCL: the device gives them, or they are known to be
+left."""
 
 import pathlib
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch on the device in software: its operators, allocator, generators and errors; and that a missing wait is seen."""
+"""PyTorch on the device in software: its operators, allocator, generators and errors; and that a missing wait is
+seen."""
 
 import functools
 import json
@@ -9,7 +10,7 @@ import sys
 import pytest
 from conftest import on_device
 
-# By mode, in one process each. What breaks the device comes last.
+# Functions by mode, in one process each. One that breaks the device comes last.
 RUNS = {
     "inline": ("allocator", "training", "operators", "mistakes"),
     "lazy:1": ("training", "operators", "random_numbers", "order"),

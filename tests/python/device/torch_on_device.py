@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the device in software: `python torch_on_device.py NAME...` prints what the functions return, as JSON."""
+"""Functions that run on the device in software: `python torch_on_device.py NAME...` prints their results as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ TRIALS = 20
 def _train(device: str) -> dict[str, list[float]]:
     torch.manual_seed(3)
     model = torch.nn.Sequential(
-        torch.nn.Embedding(17, 12), torch.nn.LayerNorm(12), torch.nn.Linear(12, 24), torch.nn.GELU(), torch.nn.Linear(24, 17)
+        torch.nn.Embedding(17, 12),
+        torch.nn.LayerNorm(12),
+        torch.nn.Linear(12, 24),
+        torch.nn.GELU(),
+        torch.nn.Linear(24, 17),
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     generator = torch.Generator().manual_seed(5)
@@ -155,7 +159,7 @@ def _memory_used_by_a_side_stream(recorded: bool) -> bool:
 
 
 def order() -> dict[str, list[bool]]:
-    """Of each of many trials: is what it computes right?"""
+    """Whether each of many trials computes the right values."""
     return {
         "waited": [_on_a_side_stream(True) for _ in range(TRIALS)],
         "not waited": [_on_a_side_stream(False) for _ in range(TRIALS)],

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' Trainer and accelerate train by plans as they do under FSDP2: losses, gradient norms, evaluation, prediction, checkpoints, resuming."""
+"""transformers' Trainer and accelerate train by plans as they do under FSDP2: losses, gradient norms, evaluation,
+prediction, checkpoints, resuming."""
 
 import pathlib
 import sys
@@ -31,9 +32,15 @@ def trained(tmp_path_factory):
     def of(accumulate: int):
         if accumulate not in made:
             folder = tmp_path_factory.mktemp(f"trainer{accumulate}")
-            made[accumulate] = folder, *(
-                on_two_ranks(folder / f"ranks{by_plans}", trainer_ranks.trainer, str(folder / f"out{by_plans}"), by_plans, False, accumulate)
-                for by_plans in (True, False)
+            made[accumulate] = (
+                folder,
+                *(
+                    on_two_ranks(
+                        folder / f"ranks{by_plans}", trainer_ranks.trainer, str(folder / f"out{by_plans}"), by_plans,
+                        False, accumulate,
+                    )
+                    for by_plans in (True, False)
+                ),
             )
         return made[accumulate]
 
@@ -67,9 +74,13 @@ def test_a_saved_model_loads_whole(trained):
     from transformers import LlamaForCausalLM
 
     folder, _, _ = trained(1)
-    ours, theirs = (LlamaForCausalLM.from_pretrained(folder / f"out{by_plans}" / "saved").state_dict() for by_plans in (True, False))
+    ours, theirs = (
+        LlamaForCausalLM.from_pretrained(folder / f"out{by_plans}" / "saved").state_dict() for by_plans in (True, False)
+    )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    names = [sorted(p.name for p in (folder / f"out{by_plans}" / "checkpoint-3").iterdir()) for by_plans in (True, False)]
+    names = [
+        sorted(p.name for p in (folder / f"out{by_plans}" / "checkpoint-3").iterdir()) for by_plans in (True, False)
+    ]
     assert names[0] == names[1]
 
 

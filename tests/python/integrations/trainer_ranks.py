@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks in test_trainer.py: transformers' Trainer and a loop of accelerate's, under FSDP2 or by plans."""
+"""Functions that run on the ranks in test_trainer.py: transformers' Trainer and a loop of accelerate's, under FSDP2 or
+by plans."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ def tiny_llama():
     torch.manual_seed(11)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=32, use_cache=False,
+            vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 def samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
@@ -36,9 +37,12 @@ def samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 def _as_torchrun() -> None:
-    """What accelerate reads of the environment."""
+    """Sets the variables that accelerate reads."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1",
+        ACCELERATE_USE_CPU="true",
+    )
     os.environ.setdefault("MASTER_PORT", "29500")
     shard_on_cpu()
 
@@ -49,12 +53,30 @@ def trainer(folder: str, by_plans: bool, resume: bool, accumulate: int) -> dict:
     _as_torchrun()
     set_seed(5)
     arguments = TrainingArguments(
-        output_dir=folder, use_cpu=True, max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=accumulate, learning_rate=1e-2,
-        lr_scheduler_type="constant", max_grad_norm=0.5, logging_steps=1, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3,
-        report_to=[], disable_tqdm=True, fsdp=True, optim="adamw_torch", dataloader_pin_memory=False,
-        fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                     "state_dict_type": "SHARDED_STATE_DICT", "cpu_ram_efficient_loading": False},
-    )  # fmt: skip
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=6,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.5,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=3,
+        report_to=[],
+        disable_tqdm=True,
+        fsdp=True,
+        optim="adamw_torch",
+        dataloader_pin_memory=False,
+        fsdp_config={
+            "fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "SHARDED_STATE_DICT",
+            "cpu_ram_efficient_loading": False,
+        },
+    )
     made = Trainer(model=tiny_llama(), args=arguments, train_dataset=samples(64, 1), eval_dataset=samples(8, 2))
     if by_plans:
         from shardplan.integrations import use_plans
@@ -68,13 +90,13 @@ def trainer(folder: str, by_plans: bool, resume: bool, accumulate: int) -> dict:
         "eval": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "predicted": float(made.predict(samples(4, 3)).metrics["test_loss"]),
     }
-    # What accelerate calls the whole state is one of DTensors on CPU ranks, under FSDP2, too.
+    # accelerate's whole state consists of DTensors on CPU ranks, under FSDP2, too.
     state = {name: whole(tensor).clone() for name, tensor in made.accelerator.get_state_dict(made.model).items()}
     if dist.get_rank() == 0:
         made.accelerator.unwrap_model(made.model).save_pretrained(pathlib.Path(folder) / "saved", state_dict=state)
     dist.barrier()
     if by_plans:
-        from shardplan.torch._applied import applied_to
+        from shardplan.torch._replay.applied import applied_to
 
         applied = applied_to(made.model)
         result["units"] = len(applied.plan.units)
@@ -88,9 +110,9 @@ def loop(by_plans: bool) -> dict:
 
     _as_torchrun()
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"], reshard_after_forward=True,
-        state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False,
-    )  # fmt: skip
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False,
+    )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
     if by_plans:
         from shardplan.integrations import use_plans

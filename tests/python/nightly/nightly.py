@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the nightly series, one after the other, within a time that it divides among them; each goes on where it was.
 
-Parts of one to three minutes, of the series that has had the least time. out/nightly/state.json remembers how far each came and is written after
-every part; an interrupted run loses the part it was in. The table is out/nightly/YYYY-MM-DD-HHMM.md, and what failed is kept in
-out/nightly/failures: the commands, what they said and what they left.
+Parts of one to three minutes, of the series that has had the least time. The file out/nightly/state.json remembers how
+far each came and is written after every part; an interrupted run loses the part it was in. The table is
+out/nightly/YYYY-MM-DD-HHMM.md, and failures are kept in out/nightly/failures: the commands, their output and the files
+that they left.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def parsed(arguments: list[str], series: list[Series]) -> argparse.Namespace:
         prog="tools/nightly",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit codes: 0 nothing failed, 1 something did, 2 usage, 3 bad state, 4 environment, 128 + n ended by signal n",
+        epilog=(
+            "exit codes: 0 nothing failed, 1 something did, 2 usage, 3 bad state, 4 environment, 128 + n ended by "
+            "signal n"
+        ),
     )
     parser.add_argument("minutes", metavar="MINUTES", nargs="?", type=minutes, default=60.0, help="in all (default 60)")
     parser.add_argument("--only", metavar="SERIES[,SERIES]", help="these alone")
@@ -50,7 +54,8 @@ def parsed(arguments: list[str], series: list[Series]) -> argparse.Namespace:
 
 
 class Signals:
-    """Notes the signals that end the night. Handlers, not what was inherited: children begin with the defaults, also those of a nohup."""
+    """Notes the signals that end the night. Handlers, not what was inherited: children begin with the defaults, also
+    those of a nohup."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -85,7 +90,9 @@ def main(arguments: list[str], series: list[Series] = ALL, out: pathlib.Path = R
                 return EXIT_ENVIRONMENT
             stopped = Signals()
             adopt_orphans()
-            night = Night(options.series, options.minutes, out, ROOT, stopped=stopped, say=lambda text: print(text, flush=True))
+            night = Night(
+                options.series, options.minutes, out, ROOT, stopped=stopped, say=lambda text: print(text, flush=True)
+            )
             night.run_all()
             print(f"\n{night.table()}\n{night.write_table()}", flush=True)
             return 128 + stopped.number if stopped() else min(1, night.failures())

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a part of a series: its steps one after the other, within a limit of time, with all processes that they start."""
+"""Runs a part of a series: its steps one after the other, within a limit of time, with all processes that they
+start."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def last_line(ended: Ended) -> Count:
 
 
 def junit(name: str) -> Callable[[Ended], Count]:
-    """A JUnit file that the step writes into its folder. A test with a property `cases` stands for so many; what is skipped is no case."""
+    """A JUnit file that the step writes into its folder. A test with a property `cases` stands for so many; what is
+    skipped is no case."""
 
     def count(ended: Ended) -> Count:
         try:
@@ -61,10 +63,16 @@ def junit(name: str) -> Callable[[Ended], Count]:
             return ended.count_or_failure(None)
         found = Count()
         for test in root.iter("testcase"):
-            if test.find("skipped") is not None or test.get("status") in ("notrun", "disabled") or test.get("result") == "skipped":
+            if (
+                test.find("skipped") is not None
+                or test.get("status") in ("notrun", "disabled")
+                or test.get("result") == "skipped"
+            ):
                 continue
             bad = test.find("failure") is not None or test.find("error") is not None
-            number = next((p.get("value") for p in test.iter("property") if p.get("name") == "cases"), test.get("cases"))
+            number = next(
+                (p.get("value") for p in test.iter("property") if p.get("name") == "cases"), test.get("cases")
+            )
             found += Count(int(number or 1), bad)
         return ended.count_or_failure(found)
 
@@ -84,7 +92,9 @@ class Step:
     in_folder: bool = False  # runs in the part's folder, not in the repository
 
     def described(self) -> str:
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()), shlex.join(self.command)])
+        return " ".join(
+            [*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()), shlex.join(self.command)]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +155,14 @@ def _end(process: subprocess.Popen, before: set[int]) -> None:
 
 
 def run_steps(
-    steps: list[Step], limit_s: float, folder: pathlib.Path, root: pathlib.Path, stopped: Callable[[], bool] = lambda: False
+    steps: list[Step],
+    limit_s: float,
+    folder: pathlib.Path,
+    root: pathlib.Path,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Runs the steps in order and adds their counts; `folder/output.txt` has what they said. A step beyond the limit is ended and is a failure."""
+    """Runs the steps in order and adds their counts; `folder/output.txt` has what they said. A step beyond the limit is
+    ended and is a failure."""
     begin = time.monotonic()
     total = Count()
     for step in steps:

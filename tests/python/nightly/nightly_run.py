@@ -24,7 +24,7 @@ SLACK = 1.25  # a part may take so much longer than the last one of that size
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a series is asked to run: `count` positions or, of a series that goes on by one, a size."""
+    """A part of a series: `count` positions or, in a series that goes on by one, a size."""
 
     position: int
     count: int
@@ -34,8 +34,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """length: the number of positions of a finite series, which then begins again; None: positions are seeds, and there are always more.
-    by_one: a part is one position, whatever its count. `most` bounds the count. build: brings what the series runs up to date."""
+    """length: the number of positions of a finite series, which then begins again; None: positions are seeds, and there
+    are always more.
+    by_one: a part is one position, whatever its count. `most` bounds the count. build: brings what the series runs up
+    to date."""
 
     name: str
     what: str
@@ -51,7 +53,7 @@ class Series:
 
 @dataclasses.dataclass
 class Row:
-    """Of the table. covered: positions, until a finite series has run once as a whole."""
+    """A row of the table. covered: positions, until a finite series has run once as a whole."""
 
     parts: int = 0
     count: Count = Count()
@@ -76,7 +78,9 @@ class Night:
         run: Callable[..., Outcome] = run_steps,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.series, self.out, self.root, self.stopped, self.say, self.run, self.clock = series, out, root, stopped, say, run, clock
+        self.series, self.out, self.root, self.stopped, self.say, self.run, self.clock = (
+            series, out, root, stopped, say, run, clock,
+        )
         self.begun = datetime.datetime.now()
         self.end = clock() + 60 * minutes
         self.minutes = minutes
@@ -119,7 +123,7 @@ class Night:
         return least * SLACK <= left
 
     def count(self, series: Series) -> int:
-        """Of the next part: what takes PART_AIM_S, or the time that is left, at the last part's pace."""
+        """The count of the next part, which takes PART_AIM_S, or the time that is left, at the last part's pace."""
         place = self.place(series)
         if place.seconds == 0:
             return series.count
@@ -143,7 +147,9 @@ class Night:
                 place.position = 0
             count = min(count, length - place.position)
         part = Part(place.position, count, place.round, folder)
-        outcome = self.run(series.steps(part), min(series.limit_s, max(LEAST_S, self.left())), folder, self.root, self.stopped)
+        outcome = self.run(
+            series.steps(part), min(series.limit_s, max(LEAST_S, self.left())), folder, self.root, self.stopped
+        )
         if outcome.how == "over time" and self.left() <= 0:
             outcome = dataclasses.replace(outcome, how="stopped")  # the night is over, not the part's own time
         self.note(series, f"{part.position}", outcome, count)
@@ -163,7 +169,13 @@ class Night:
     def build(self, series: Series, folder: pathlib.Path) -> None:
         """A part of its own. One that the limit ends is no failure: the next goes on with it."""
         row = self.rows[series.name]
-        outcome = self.run([Step(list(series.build), exit_code(0))], min(series.limit_s, max(LEAST_S, self.left())), folder, self.root, self.stopped)
+        outcome = self.run(
+            [Step(list(series.build), exit_code(0))],
+            min(series.limit_s, max(LEAST_S, self.left())),
+            folder,
+            self.root,
+            self.stopped,
+        )
         if outcome.how == "done" and outcome.count.failures == 0:
             row.built = True
         if outcome.how == "over time":
@@ -182,7 +194,10 @@ class Night:
         row.parts += 1
         row.count += outcome.count
         how = "" if outcome.how == "done" else f", {outcome.how}"
-        self.say(f"{series.name:16} {where:>10} x {count}: {outcome.count.cases} cases, {outcome.count.failures} failures, {outcome.seconds:.0f} s{how}")
+        self.say(
+            f"{series.name:16} {where:>10} x {count}: {outcome.count.cases} cases, {outcome.count.failures} failures, "
+            f"{outcome.seconds:.0f} s{how}"
+        )
         if outcome.count.failures > 0:
             self.keep(series, where)
 
@@ -208,10 +223,15 @@ class Night:
             row, place = self.rows[one.name], self.place(one)
             on = f"{place.position}" + (f", round {place.round}" if one.length is not None else "")
             on = "its build" if one.build and row.parts and not row.built else on
-            lines.append(f"| {one.name} | {row.parts} | {row.count.cases} | {row.count.failures} | {row.seconds:.0f} | {on} |")
+            lines.append(
+                f"| {one.name} | {row.parts} | {row.count.cases} | {row.count.failures} | {row.seconds:.0f} | {on} |"
+            )
         rows = self.rows.values()
         total = sum((row.count for row in rows), Count())
-        lines.append(f"| all | {sum(row.parts for row in rows)} | {total.cases} | {total.failures} | {sum(row.seconds for row in rows):.0f} | |")
+        lines.append(
+            f"| all | {sum(row.parts for row in rows)} | {total.cases} | {total.failures} | "
+            f"{sum(row.seconds for row in rows):.0f} | |"
+        )
         return "\n".join(lines) + "\n"
 
     def write_table(self) -> pathlib.Path:

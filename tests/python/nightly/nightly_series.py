@@ -30,13 +30,23 @@ def python(preset: str = "dev") -> dict[str, str]:
     return {"PYTHONPATH": "tools/python:tests/python/checkpoints", "SHARDPLAN_BUILD": str(ROOT / "build" / preset)}
 
 
-def pytest(part: Part, name: str, *arguments: str, environment: dict[str, str] | None = None, before: tuple[str, ...] = ()) -> Step:
-    command = [*before, PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={part.folder / name}.xml", *arguments]
+def pytest(
+    part: Part, name: str, *arguments: str, environment: dict[str, str] | None = None, before: tuple[str, ...] = ()
+) -> Step:
+    command = [
+        *before, PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={part.folder / name}.xml",
+        *arguments,
+    ]
     return Step(command, junit(f"{name}.xml"), {**python(), **(environment or {})})
 
 
-def gtest(part: Part, name: str, program: str, tests: str, environment: dict[str, str], before: tuple[str, ...] = ()) -> Step:
-    command = [*before, str(DEV / program), "--gtest_brief=1", f"--gtest_filter={tests}", f"--gtest_output=xml:{part.folder / name}.xml"]
+def gtest(
+    part: Part, name: str, program: str, tests: str, environment: dict[str, str], before: tuple[str, ...] = ()
+) -> Step:
+    command = [
+        *before, str(DEV / program), "--gtest_brief=1", f"--gtest_filter={tests}",
+        f"--gtest_output=xml:{part.folder / name}.xml",
+    ]
     return Step(command, junit(f"{name}.xml"), environment)
 
 
@@ -58,7 +68,9 @@ def conformance(part: Part) -> list[Step]:
         sliced, mode = position // 3, modes(part.round)[position % 3]
         environment = {"SHARDPLAN_DEVICE_MODE": mode, "SHARDPLAN_EVERY": str(SLICES), "SHARDPLAN_FIRST": str(sliced)}
         program, tests = ("conformance", "*EveryNumberIsRight*") if sliced < SLICES else ("reshard", "*")
-        steps.append(gtest(part, f"{sliced}-{mode}", f"tests/executor/executor_cuda_{program}_test", tests, environment, DEVICE))
+        steps.append(
+            gtest(part, f"{sliced}-{mode}", f"tests/executor/executor_cuda_{program}_test", tests, environment, DEVICE)
+        )
     return steps
 
 
@@ -67,12 +79,23 @@ def conformance_cpu(part: Part) -> list[Step]:
     steps = []
     for position in range(part.position, part.position + part.count):
         environment = {"SHARDPLAN_EVERY": str(SLICES), "SHARDPLAN_FIRST": str(position)}
-        steps.append(gtest(part, f"cpu{position}", "tests/executor/executor_cpu_conformance_test", "*EveryNumberIsRight*", environment))
+        steps.append(
+            gtest(
+                part,
+                f"cpu{position}",
+                "tests/executor/executor_cpu_conformance_test",
+                "*EveryNumberIsRight*",
+                environment,
+            )
+        )
     return steps
 
 
 def on_cuda(mode: str) -> dict[str, str]:
-    return {**python(), "SHARDPLAN_DEVICE_MODE": mode, "SHARDPLAN_TEST_DEVICE": "cuda", "SHARDPLAN_STEPS": "10", "SHARDPLAN_ALL_SETTINGS": "1"}
+    return {
+        **python(), "SHARDPLAN_DEVICE_MODE": mode, "SHARDPLAN_TEST_DEVICE": "cuda", "SHARDPLAN_STEPS": "10",
+        "SHARDPLAN_ALL_SETTINGS": "1",
+    }
 
 
 def adapter(part: Part) -> list[Step]:
@@ -80,14 +103,21 @@ def adapter(part: Part) -> list[Step]:
     steps = []
     for script in ("flat_random.py", "equivalence_random.py"):
         mode = "inline" if part.position % 2 == 0 else f"lazy:{part.position % 1000}"
-        command = [*DEVICE, PYTHON, f"tests/python/adapter/{script}", "--seed", str(part.position), "--cases", str(part.count), "--batch", "25"]
+        command = [
+            *DEVICE, PYTHON, f"tests/python/adapter/{script}", "--seed", str(part.position), "--cases", str(part.count),
+            "--batch", "25",
+        ]
         steps.append(Step(command, last_line, on_cuda(mode)))
     return steps
 
 
 @functools.cache
 def adapter_files() -> list[str]:
-    return sorted(f"tests/python/adapter/{path.name}" for path in (ROOT / "tests/python/adapter").glob("test_*.py") if re.match("test_(adapter|equivalence)", path.name))
+    return sorted(
+        f"tests/python/adapter/{path.name}"
+        for path in (ROOT / "tests/python/adapter").glob("test_*.py")
+        if re.match("test_(adapter|equivalence)", path.name)
+    )
 
 
 def adapter_file(part: Part) -> list[Step]:
@@ -97,7 +127,9 @@ def adapter_file(part: Part) -> list[Step]:
 
 @functools.cache
 def mutations() -> list[str]:
-    listed = subprocess.run([sys.executable, "tests/device/mutations.py", "--list"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        [sys.executable, "tests/device/mutations.py", "--list"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return listed.stdout.splitlines()
 
 
@@ -107,11 +139,20 @@ def backend_mutations(part: Part) -> list[Step]:
 
 
 def memory(part: Part) -> list[Step]:
-    return [Step([PYTHON, "tests/python/device/memory_random.py", "--seed", str(part.position), "--cases", str(part.count)], last_line, python())]
+    return [
+        Step(
+            [PYTHON, "tests/python/device/memory_random.py", "--seed", str(part.position), "--cases", str(part.count)],
+            last_line,
+            python(),
+        )
+    ]
 
 
 def rehearsed(part: Part) -> list[Step]:
-    words = [PYTHON, "tests/python/device/memory_random.py", "--rehearsed", "--seed", str(part.position), "--cases", str(part.count)]
+    words = [
+        PYTHON, "tests/python/device/memory_random.py", "--rehearsed", "--seed", str(part.position), "--cases",
+        str(part.count),
+    ]
     return [Step(words, last_line, python())]
 
 
@@ -126,10 +167,20 @@ def off_plan_cases() -> int:
 
 
 def off_plan(part: Part) -> list[Step]:
-    return [pytest(part, "off_plan", "tests/python/adapter/test_off_plan.py", environment={"SHARDPLAN_OFF_PLAN": f"{part.position}+{part.count}"})]
+    return [
+        pytest(
+            part,
+            "off_plan",
+            "tests/python/adapter/test_off_plan.py",
+            environment={"SHARDPLAN_OFF_PLAN": f"{part.position}+{part.count}"},
+        )
+    ]
 
 
-PORTED = ("tests/python/adapter/test_auto.py", "tests/python/adapter/test_compiled.py", "tests/python/adapter/test_auto_features.py")
+PORTED = (
+    "tests/python/adapter/test_auto.py", "tests/python/adapter/test_compiled.py",
+    "tests/python/adapter/test_auto_features.py",
+)
 
 
 def ported(part: Part) -> list[Step]:
@@ -138,7 +189,9 @@ def ported(part: Part) -> list[Step]:
 
 
 def examples(part: Part) -> list[Step]:
-    return [pytest(part, "examples", "tests/python/commands/test_examples.py", environment={"SHARDPLAN_LONG_EXAMPLES": "1"})]
+    return [
+        pytest(part, "examples", "tests/python/commands/test_examples.py", environment={"SHARDPLAN_LONG_EXAMPLES": "1"})
+    ]
 
 
 def models() -> list[str]:
@@ -153,22 +206,39 @@ def shipped_models(part: Part) -> list[Step]:
 
 def live(part: Part) -> list[Step]:
     """Random models and settings that the installed PyTorch runs, event for event."""
-    command = [str(DEV / "bin" / "shardplan"), "conformance", "--random", str(part.count), "--seed", str(part.position), "--fake", "--policy"]
+    command = [
+        str(DEV / "bin" / "shardplan"), "conformance", "--random", str(part.count), "--seed", str(part.position),
+        "--fake", "--policy",
+    ]
     return [Step([*command, policy], exit_code(part.count), python()) for policy in ("fsdp2", "fsdp1")]
 
 
 def checkpoints(part: Part) -> list[Step]:
-    """Of a seed: states through all formats and layouts, damaged files, rewrites and saves that are killed; what FSDP1 makes at another world
-    size; what is saved on some ranks and loaded on others."""
+    """Checks of a seed: states through all formats and layouts, damaged files, rewrites and saves that are killed;
+    FSDP1's states at another world size; states that some ranks save and others load."""
     seeds = " ".join(str(seed) for seed in range(part.position, part.position + part.count))
     recorded = ("5-flat-6", "6-orig-9", "7-flat-5", "3-orig-7")[part.position % 4]
     kills = str(part.count + 1)
     scripts = "tests/python/checkpoints"
     return [
-        pytest(part, "formats", scripts, "-k", "every_format_and_back or cut_and_changed", environment={"SHARDPLAN_SEED": seeds}),
-        Step([PYTHON, f"{scripts}/killed.py", "--kills", kills, "--seed", str(part.position), "--megabytes", "128"], exit_code(int(kills)), python()),
-        Step([PYTHON, f"{scripts}/killed_saves.py", "--kills", kills, "--seed", str(part.position)], exit_code(int(kills)), python()),
-        pytest(part, "recorded", "tests/python/conformance/test_optim_state_conformance.py", "-k", "installed_fsdp1", environment={"SHARDPLAN_RECORDED": recorded}),
+        pytest(
+            part, "formats", scripts, "-k", "every_format_and_back or cut_and_changed",
+            environment={"SHARDPLAN_SEED": seeds},
+        ),
+        Step(
+            [PYTHON, f"{scripts}/killed.py", "--kills", kills, "--seed", str(part.position), "--megabytes", "128"],
+            exit_code(int(kills)),
+            python(),
+        ),
+        Step(
+            [PYTHON, f"{scripts}/killed_saves.py", "--kills", kills, "--seed", str(part.position)],
+            exit_code(int(kills)),
+            python(),
+        ),
+        pytest(
+            part, "recorded", "tests/python/conformance/test_optim_state_conformance.py", "-k", "installed_fsdp1",
+            environment={"SHARDPLAN_RECORDED": recorded},
+        ),
         Step([PYTHON, f"{scripts}/sessions.py", str(part.position % 4)], exit_code(), python()),
     ]
 
@@ -194,17 +264,29 @@ OPTIMIZED = "OptimizeLimits.*:OptimizeRobust.NeitherTheFastest*:Variants.TheFast
 
 
 def optimizer(part: Part) -> list[Step]:
-    """The search against all choices, and against settings of one seed; the bound on eleven times as many random plans, and on as many that
-    recompute."""
+    """The search against all choices, and against settings of one seed; the bound on eleven times as many random plans,
+    and on as many that recompute."""
     program, more = "tests/planner/planner_test", 11
     searched = {"SHARDPLAN_SEED": str(part.position), "SHARDPLAN_INSTANCES": str(part.count)}
     bounded = {"SHARDPLAN_SEED": str(more * part.position), "SHARDPLAN_RANDOM_PLANS": str(more * part.count)}
-    return [gtest(part, "search", program, "ExhaustiveInstances.*", searched), gtest(part, "bound", program, "BoundOfRandomPlans.*:BoundOfRecomputingPlans.*", bounded),
-            gtest(part, "limits", program, OPTIMIZED, {"SHARDPLAN_SEED": str(part.position)})]
+    return [
+        gtest(part, "search", program, "ExhaustiveInstances.*", searched),
+        gtest(part, "bound", program, "BoundOfRandomPlans.*:BoundOfRecomputingPlans.*", bounded),
+        gtest(part, "limits", program, OPTIMIZED, {"SHARDPLAN_SEED": str(part.position)}),
+    ]
 
 
 def ranks(part: Part) -> list[Step]:
-    return [Step([PYTHON, "tests/python/ranks/rank_faults.py", "--build", str(DEV), "--seed", str(part.position), "--count", str(part.count)], last_line, python())]
+    return [
+        Step(
+            [
+                PYTHON, "tests/python/ranks/rank_faults.py", "--build", str(DEV), "--seed", str(part.position),
+                "--count", str(part.count),
+            ],
+            last_line,
+            python(),
+        )
+    ]
 
 
 def simulator(part: Part) -> list[Step]:
@@ -220,7 +302,10 @@ def verifier(part: Part) -> list[Step]:
     seed = str(part.round * CHANGES_EVERY + part.position)
     soak = [str(DEV / "tests/executor/virtual/virtual_soak"), "--seeds", "5"]
     return [
-        Step([*soak, "--fields", str(CHANGES_EVERY), "--offset", str(part.position), "--seeds-to-find", "3000"], last_line),
+        Step(
+            [*soak, "--fields", str(CHANGES_EVERY), "--offset", str(part.position), "--seeds-to-find", "3000"],
+            last_line,
+        ),
         Step([*soak, "--edits", "1", "--first-edit", seed, "--seeds-to-trust", "8"], last_line),
         Step([*soak, "--edits", "1", "--first-edit", seed, "--seeds-to-trust", "8", "--on-demand"], last_line),
     ]
@@ -237,24 +322,33 @@ THREADS = {
     "planner_test": "Optimize|ExhaustiveInstances|Recomputation",
 }
 COMMAND_FILES = ("tests/python/checkpoints/test_reshard_checkpoint.py", "tests/python/commands/test_optimize.py")
-CPP_FILES = ("tests/python/cpp/test_gpt_cpp.py", "tests/python/cpp/test_cpp_training.py")  # trainings in C++ next to Python
+# Trainings in C++ next to Python.
+CPP_FILES = ("tests/python/cpp/test_gpt_cpp.py", "tests/python/cpp/test_cpp_training.py")
 FUZZED = 300  # inputs a target
 
 
 def sanitized_items(preset: str) -> list[tuple[str, str]]:
     """("test", name), ("fuzz", target), ("command" or "adapter", file of Python tests)."""
-    listed = subprocess.run(["ctest", "--preset", preset, "--show-only=json-v1"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ctest", "--preset", preset, "--show-only=json-v1"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     tests = json.loads(listed.stdout[listed.stdout.index("{") :])["tests"]
     program = {test["name"]: pathlib.Path(test.get("command", [""])[0]).name for test in tests}
     names = [name for name, of in program.items() if of in THREADS and re.search(THREADS[of], name)]
-    items = [("test", name) for name in names] + [("fuzz", target) for target in fuzz_targets(preset)] + [("command", file) for file in COMMAND_FILES]
+    items = (
+        [("test", name) for name in names]
+        + [("fuzz", target) for target in fuzz_targets(preset)]
+        + [("command", file) for file in COMMAND_FILES]
+    )
     # The C++ module: under asan only, whose library an interpreter that is not built with it can load first.
     return items + ([("adapter", file) for file in (*adapter_files(), *CPP_FILES)] if preset == "asan" else [])
 
 
 def alone(part: Part) -> list[Step]:
     slices = range(part.position, part.position + part.count)
-    return [Step(["dev/check_alone", "--slice", f"{position + 1}/{SLICES}"], last_line, python()) for position in slices]
+    return [
+        Step(["dev/check_alone", "--slice", f"{position + 1}/{SLICES}"], last_line, python()) for position in slices
+    ]
 
 
 def at_hand(part: Part) -> list[Step]:
@@ -268,7 +362,10 @@ def exactly(names: list[str]) -> str:
 
 @functools.cache
 def asan_first() -> str:
-    found = [subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip() for name in ("libasan.so", "libstdc++.so")]
+    found = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
     return " ".join(found)
 
 
@@ -278,7 +375,10 @@ def sanitized(preset: str, part: Part) -> list[Step]:
     steps = []
     names = [name for kind, name in items if kind == "test"]
     if names:
-        command = ["ctest", "--preset", preset, f"-j{JOBS}", "--timeout", "300", "-R", exactly(names), "--output-junit", str(part.folder / "ctest.xml")]
+        command = [
+            "ctest", "--preset", preset, f"-j{JOBS}", "--timeout", "300", "-R", exactly(names), "--output-junit",
+            str(part.folder / "ctest.xml"),
+        ]
         steps.append(Step(command, junit("ctest.xml"), environment))
     for kind, name in items:
         if kind == "fuzz":
@@ -302,36 +402,87 @@ def sanitizer(preset: str, what: str, *more: str) -> Series:
 
 
 ALL = [
-    Series("conformance", "the cuda backend on the device in software: every case inline and under two lazy seeds", conformance, 3, 24,
-           length=lambda: 3 * (SLICES + 1), build=build("dev", "executor_cuda_conformance_test", "executor_cuda_reshard_test")),
-    Series("conformance_cpu", "the cpu backend: every case on Gloo ranks", conformance_cpu, 4, 16, length=lambda: SLICES,
-           build=build("dev", "executor_cpu_conformance_test")),
-    Series("adapter", "random models and settings on cuda next to real FSDP1 and FSDP2", adapter, 6, 60, FIRST_SEED,
-           build=build("dev", "product")),
-    Series("adapter_files", "the adapter's Python tests on cuda", adapter_file, 1, 4, length=lambda: len(adapter_files()),
-           build=build("dev", "product")),
-    Series("memory", "peaks of random trainings by PyTorch's own allocator", memory, 4, 60, FIRST_SEED,
-           build=build("dev", "product")),
-    Series("rehearsed", "random trainings by shardplan rehearse next to shardplan memory", rehearsed, 4, 30, FIRST_SEED, build=build("dev", "product")),
-    Series("backend_mutations", "mutations of the cuda backend, each of which has to be seen", backend_mutations, 1, 4,
-           length=lambda: len(mutations()), build=build("dev", "executor_cuda_conformance_test")),
-    Series("off_plan", "what users do that a plan does not have, next to real FSDP1 and FSDP2", off_plan, 8, 80, length=off_plan_cases,
-           build=build("dev", "product")),
-    Series("ported", "FSDP2's scripts ported line by line, every setting, compiled in every way", ported, 1, 1, length=lambda: len(PORTED),
-           build=build("dev", "product")),
-    Series("examples", "examples that start launchers or a cluster", examples, 1, 1, length=lambda: 1, build=build("dev", "product")),
-    Series("alone", "each file of C++ compiled alone: a unity build hides what it does not include", alone, 2, 8, length=lambda: SLICES, build=build("dev", "product")),
-    Series("models", "shipped traces are what the tracer makes", shipped_models, 2, 8, length=lambda: len(models()), build=build("dev", "product")),
-    Series("at_hand", "the adapter compiled from the sources of the wheel, and trained with", at_hand, 1, 1, length=lambda: 1, build=build("dev", "shardplan")),
-    Series("live", "plans of random models and settings next to the installed FSDP1 and FSDP2", live, 10, 400, FIRST_SEED, build=build("dev", "product")),
-    Series("checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED, build=build("dev", "product")),
-    Series("fuzz", "changed inputs of every reader; a case is an input", fuzz, 200, 20_000, FIRST_SEED, by_one=True, build=build("dev", "fuzz_documents")),
-    Series("optimizer", "the optimising planner against all choices, its bound on random plans", optimizer, 10, 4000, FIRST_SEED,
-           build=build("dev", "planner_test")),
-    Series("ranks", "ranks and launchers that are killed, stopped and signalled", ranks, 8, 100, FIRST_SEED, build=build("dev", "product")),
-    Series("simulator", "the simulator against the one written from its page", simulator, 50, 5000, FIRST_SEED, build=build("dev", "simulator_suite_plans")),
-    Series("verifier", "the verifier's verdict on changed plans against runs of them", verifier, 1, 1, length=lambda: CHANGES_EVERY,
-           build=build("dev", "virtual_soak")),
+    Series(
+        "conformance", "the cuda backend on the device in software: every case inline and under two lazy seeds",
+        conformance, 3, 24, length=lambda: 3 * (SLICES + 1),
+        build=build("dev", "executor_cuda_conformance_test", "executor_cuda_reshard_test"),
+    ),
+    Series(
+        "conformance_cpu", "the cpu backend: every case on Gloo ranks", conformance_cpu, 4, 16, length=lambda: SLICES,
+        build=build("dev", "executor_cpu_conformance_test"),
+    ),
+    Series(
+        "adapter", "random models and settings on cuda next to real FSDP1 and FSDP2", adapter, 6, 60, FIRST_SEED,
+        build=build("dev", "product"),
+    ),
+    Series(
+        "adapter_files", "the adapter's Python tests on cuda", adapter_file, 1, 4, length=lambda: len(adapter_files()),
+        build=build("dev", "product"),
+    ),
+    Series(
+        "memory", "peaks of random trainings by PyTorch's own allocator", memory, 4, 60, FIRST_SEED,
+        build=build("dev", "product"),
+    ),
+    Series(
+        "rehearsed", "random trainings by shardplan rehearse next to shardplan memory", rehearsed, 4, 30, FIRST_SEED,
+        build=build("dev", "product"),
+    ),
+    Series(
+        "backend_mutations", "mutations of the cuda backend, each of which has to be seen", backend_mutations, 1, 4,
+        length=lambda: len(mutations()), build=build("dev", "executor_cuda_conformance_test"),
+    ),
+    Series(
+        "off_plan", "what users do that a plan does not have, next to real FSDP1 and FSDP2", off_plan, 8, 80,
+        length=off_plan_cases, build=build("dev", "product"),
+    ),
+    Series(
+        "ported", "FSDP2's scripts ported line by line, every setting, compiled in every way", ported, 1, 1,
+        length=lambda: len(PORTED), build=build("dev", "product"),
+    ),
+    Series(
+        "examples", "examples that start launchers or a cluster", examples, 1, 1, length=lambda: 1,
+        build=build("dev", "product"),
+    ),
+    Series(
+        "alone", "each file of C++ compiled alone: a unity build hides what it does not include", alone, 2, 8,
+        length=lambda: SLICES, build=build("dev", "product"),
+    ),
+    Series(
+        "models", "shipped traces are what the tracer makes", shipped_models, 2, 8, length=lambda: len(models()),
+        build=build("dev", "product"),
+    ),
+    Series(
+        "at_hand", "the adapter compiled from the sources of the wheel, and trained with", at_hand, 1, 1,
+        length=lambda: 1, build=build("dev", "shardplan"),
+    ),
+    Series(
+        "live", "plans of random models and settings next to the installed FSDP1 and FSDP2", live, 10, 400, FIRST_SEED,
+        build=build("dev", "product"),
+    ),
+    Series(
+        "checkpoints", "formats, layouts, damaged files, kills, other ranks", checkpoints, 2, 40, FIRST_SEED,
+        build=build("dev", "product"),
+    ),
+    Series(
+        "fuzz", "changed inputs of every reader; a case is an input", fuzz, 200, 20_000, FIRST_SEED, by_one=True,
+        build=build("dev", "fuzz_documents"),
+    ),
+    Series(
+        "optimizer", "the optimising planner against all choices, its bound on random plans", optimizer, 10, 4000,
+        FIRST_SEED, build=build("dev", "planner_test"),
+    ),
+    Series(
+        "ranks", "ranks and launchers that are killed, stopped and signalled", ranks, 8, 100, FIRST_SEED,
+        build=build("dev", "product"),
+    ),
+    Series(
+        "simulator", "the simulator against the one written from its page", simulator, 50, 5000, FIRST_SEED,
+        build=build("dev", "simulator_suite_plans"),
+    ),
+    Series(
+        "verifier", "the verifier's verdict on changed plans against runs of them", verifier, 1, 1,
+        length=lambda: CHANGES_EVERY, build=build("dev", "virtual_soak"),
+    ),
     sanitizer("asan", "AddressSanitizer and UndefinedBehaviorSanitizer", "_shardplan", "training_programs"),
     sanitizer("tsan", "ThreadSanitizer"),
-]  # fmt: skip
+]

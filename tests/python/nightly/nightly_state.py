@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each series goes on: a file that is written anew, as a whole, after every part."""
+"""The place where each series goes on: a file that is written anew, as a whole, after every part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMAT = "shardplan.nightly/1"
 
 @dataclasses.dataclass
 class Place:
-    """Of a series. `seconds` and `count`: of its last part, which tell how long the next one takes."""
+    """The place of a series. `seconds` and `count`: its last part's, which tell how long the next one takes."""
 
     position: int = 0
     round: int = 0  # how often a finite series has begun again
@@ -37,7 +37,9 @@ def load(path: pathlib.Path) -> dict[str, Place]:
             raise ValueError(f"format {document['format']}, not {FORMAT}")
         return {name: Place(**fields) for name, fields in document["series"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadState(f"{path} is no state of nightly series ({error}); without the file all of them begin anew") from error
+        raise BadState(
+            f"{path} is no state of nightly series ({error}); without the file all of them begin anew"
+        ) from error
 
 
 def save(path: pathlib.Path, places: dict[str, Place]) -> None:

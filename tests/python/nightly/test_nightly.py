@@ -116,7 +116,9 @@ def test_a_build_goes_on_and_is_a_part_of_its_series(tmp_path):
             return Outcome("over time" if len(built) < 3 else "done", Count(len(built) < 3, len(built) < 3), seconds)
         return clock.run(steps, limit_s, folder, root, stopped)
 
-    clock_run = Night([series("a", build=("tools/build", "dev"))], 30, tmp_path, tmp_path, run=run, clock=clock, say=lambda text: None)
+    clock_run = Night(
+        [series("a", build=("tools/build", "dev"))], 30, tmp_path, tmp_path, run=run, clock=clock, say=lambda text: None
+    )
     clock_run.run_all()
     assert len(built) == 3 and clock.ran[0] == ("a", 0, 10)
     assert clock_run.failures() == 0 and clock_run.rows["a"].parts == 3 + len(clock.ran)
@@ -126,9 +128,15 @@ def test_a_build_that_fails_ends_its_series(tmp_path):
     clock = Clock({"b": 1.0})
 
     def run(steps, limit_s, folder, root, stopped):
-        return Outcome("done", Count(1, 1), 5) if isinstance(steps, list) else clock.run(steps, limit_s, folder, root, stopped)
+        return (
+            Outcome("done", Count(1, 1), 5)
+            if isinstance(steps, list)
+            else clock.run(steps, limit_s, folder, root, stopped)
+        )
 
-    one = Night([series("a", build=("false",)), series("b")], 3, tmp_path, tmp_path, run=run, clock=clock, say=lambda text: None)
+    one = Night(
+        [series("a", build=("false",)), series("b")], 3, tmp_path, tmp_path, run=run, clock=clock, say=lambda text: None
+    )
     one.run_all()
     assert one.rows["a"].parts == 1 and one.failures() == 1 and len(clock.ran) > 1
     assert "| a | 1 | 1 | 1 | 5 | its build |" in one.table()
@@ -160,7 +168,13 @@ def test_the_state_is_written_as_a_whole(tmp_path, monkeypatch):
     assert nightly_state.load(path)["a"].position == 7
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other", "series": {}}', '{"format": "shardplan.nightly/1", "series": {"a": {"at": 3}}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", '{"format": "other", "series": {}}',
+        '{"format": "shardplan.nightly/1", "series": {"a": {"at": 3}}}',
+    ],
+)
 def test_a_state_that_is_none_is_bad_input(tmp_path, text, capsys):
     (tmp_path / "state.json").write_text(text)
     assert nightly.main(["--list"], [series("a")], tmp_path) == 3
@@ -180,7 +194,11 @@ def script(text: str) -> list[str]:
 
 def test_cases_and_failures_are_read_from_the_last_line(tmp_path):
     assert ran(tmp_path, Step(script("echo x; echo cases 7, failures 2; exit 1"), last_line)).count == Count(7, 2)
-    assert ran(tmp_path, Step(script("echo cases 7, failures 0"), last_line), Step(script("echo cases 5, failures 1"), last_line)).count == Count(12, 1)
+    assert ran(
+        tmp_path,
+        Step(script("echo cases 7, failures 0"), last_line),
+        Step(script("echo cases 5, failures 1"), last_line),
+    ).count == Count(12, 1)
 
 
 @pytest.mark.parametrize("text", ["echo 7 cases", "true", "echo cases 7, failures 0; echo more"])
@@ -196,9 +214,11 @@ def test_a_wrong_exit_code_is_a_failure_whatever_is_said(tmp_path):
 
 def test_junit_of_pytest_gtest_and_ctest(tmp_path):
     text = """<testsuites><testsuite>
-      <testcase name="plain"/><testcase name="many"><properties><property name="cases" value="12"/></properties></testcase>
+      <testcase name="plain"/><testcase name="many"><properties><property name="cases" \
+value="12"/></properties></testcase>
       <testcase name="bad"><failure message="x"/></testcase><testcase name="worse"><error/></testcase>
-      <testcase name="skipped"><skipped/></testcase><testcase name="left" status="notrun"/><testcase name="attribute" cases="3"/>
+      <testcase name="skipped"><skipped/></testcase><testcase name="left" status="notrun"/><testcase name="attribute" \
+cases="3"/>
     </testsuite></testsuites>"""
     (tmp_path / "found.xml").write_text(text)
     assert junit("found.xml")(Ended(1, "", tmp_path)) == Count(18, 2)
@@ -207,9 +227,14 @@ def test_junit_of_pytest_gtest_and_ctest(tmp_path):
 
 def test_a_part_over_time_is_killed_with_all_that_it_started(tmp_path):
     # A child, and one of another session whose parent has ended.
-    text = f"sleep 1000 & echo $! >>{tmp_path}/pids; setsid bash -c 'setsid sleep 1000 & echo $! >>{tmp_path}/pids'; trap '' TERM; wait"
+    text = (
+        f"sleep 1000 & echo $! >>{tmp_path}/pids; setsid bash -c 'setsid sleep 1000 & echo $! >>{tmp_path}/pids'; "
+        "trap '' TERM; wait"
+    )
     nightly.adopt_orphans()
-    outcome = ran(tmp_path, Step(script(text), exit_code()), Step(script(f"touch {tmp_path}/next"), exit_code()), limit_s=1.0)
+    outcome = ran(
+        tmp_path, Step(script(text), exit_code()), Step(script(f"touch {tmp_path}/next"), exit_code()), limit_s=1.0
+    )
     assert outcome.how == "over time" and outcome.count == Count(1, 1) and outcome.seconds < 20
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2 and not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
@@ -219,9 +244,15 @@ def test_a_part_over_time_is_killed_with_all_that_it_started(tmp_path):
 def test_children_have_the_default_dispositions(tmp_path):
     """Also where the night was started with signals ignored, as nohup and a shell's background do."""
     text = "grep SigIgn /proc/self/status >$OUT/ignored"
-    code = main_with(tmp_path, [text], 'Series("a", "a", steps, 1, 1, length=lambda: 1)', before="trap '' INT QUIT HUP; exec ")
+    code = main_with(
+        tmp_path, [text], 'Series("a", "a", steps, 1, 1, length=lambda: 1)', before="trap '' INT QUIT HUP; exec "
+    )
     assert code.wait(60) == 0
-    assert int((tmp_path / "ignored").read_text().split()[1], 16) & (1 << signal.SIGINT - 1 | 1 << signal.SIGQUIT - 1 | 1 << signal.SIGHUP - 1) == 0
+    assert (
+        int((tmp_path / "ignored").read_text().split()[1], 16)
+        & (1 << signal.SIGINT - 1 | 1 << signal.SIGQUIT - 1 | 1 << signal.SIGHUP - 1)
+        == 0
+    )
 
 
 def main_with(tmp_path, commands: list[str], series_text: str, before: str = "exec ") -> subprocess.Popen:
@@ -243,7 +274,11 @@ sys.exit(nightly.main(["5"], [{series_text}], pathlib.Path({str(tmp_path / "out"
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_night_its_children_and_writes_the_table(tmp_path, number):
-    process = main_with(tmp_path, ["echo $$ >$OUT/pid; [ -e $OUT/first ] && sleep 1000; touch $OUT/first"], 'Series("a", "a", steps, 1, 1)')
+    process = main_with(
+        tmp_path,
+        ["echo $$ >$OUT/pid; [ -e $OUT/first ] && sleep 1000; touch $OUT/first"],
+        'Series("a", "a", steps, 1, 1)',
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "out" / "state.json").exists():
         assert time.monotonic() < deadline
@@ -263,7 +298,11 @@ def test_failures_are_the_exit_code_and_kept(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "| a | 2 | 2 | 2 |" in output
     kept = sorted((tmp_path / "out" / "failures").iterdir())
-    assert len(kept) == 2 and "it was so" in (kept[0] / "output.txt").read_text() and "exit 1" in (kept[0] / "output.txt").read_text()
+    assert (
+        len(kept) == 2
+        and "it was so" in (kept[0] / "output.txt").read_text()
+        and "exit 1" in (kept[0] / "output.txt").read_text()
+    )
 
 
 def test_a_wrong_name_is_a_usage_error(capsys):
@@ -273,16 +312,22 @@ def test_a_wrong_name_is_a_usage_error(capsys):
 
 
 def test_every_series_of_the_table_makes_its_steps(tmp_path, monkeypatch):
-    """Those that need no build."""
+    """Series that need no build."""
     from nightly_run import Part
 
     monkeypatch.setattr(nightly_series, "fuzz_targets", lambda preset: ["plan"])
-    monkeypatch.setattr(nightly_series, "sanitized_items", lambda preset: [("test", "A.B/c+1"), ("fuzz", "plan"), ("command", "test_x.py")])
+    monkeypatch.setattr(
+        nightly_series,
+        "sanitized_items",
+        lambda preset: [("test", "A.B/c+1"), ("fuzz", "plan"), ("command", "test_x.py")],
+    )
     names = [one.name for one in nightly_series.ALL]
     assert len(set(names)) == len(names)
     for one in nightly_series.ALL:
         steps = one.steps(Part(one.first, one.count, 0, tmp_path))
-        assert steps and all(isinstance(word, str) for step in steps for word in [*step.command, *step.environment.values()]), one.name
+        assert steps and all(
+            isinstance(word, str) for step in steps for word in [*step.command, *step.environment.values()]
+        ), one.name
         assert one.count <= one.most and one.limit_s <= 600
         for step in steps:
             for word in step.command:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of ranks and of launchers, done to real processes: what each said, how long it took, and whether that is right.
+"""Faults of ranks and of launchers, done to real processes: what each said, how long it took, and whether that is
+right.
 
-`python rank_faults.py --seed 7 --count 40` prints a table of the random ones 7 to 46, each made of its number alone; the exit code is 1 when one of
-them went wrong.
+`python rank_faults.py --seed 7 --count 40` prints a table of the random ones 7 to 46, each made of its number alone;
+the exit code is 1 when one of them went wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ LOOPBACK = "0100007F"  # as /proc/net has it
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """`signal` to a rank, or to the outer process (rank -1), so long after all ranks train, or (connecting) after they are there."""
+    """`signal` to a rank, or to the outer process (rank -1), so long after all ranks train, or (connecting) after they
+    are there."""
 
     how: str  # run, hand, torchrun
     program: str  # run: `shardplan run`; apply: training under sp.apply
@@ -74,7 +76,7 @@ def await_start(fault: Fault, started: Started) -> dict[int, int] | None:
     everybody = list(range(fault.ranks()))
     while len(started.pids()) < fault.ranks() and time.monotonic() < deadline:
         time.sleep(0.01)
-    # What a rank that dies before this does to the others is PyTorch's, in training.
+    # A rank that dies before this in training is PyTorch's matter.
     word = "step 1 took" if not fault.connecting else "is in the group" if fault.program == "apply" else ""
     complete = time.monotonic()
     while not all(word in started.text(rank) for rank in everybody):
@@ -125,7 +127,9 @@ def try_rank(fault: Fault, starter: Starter, plan: pathlib.Path, folder: pathlib
     return outcome
 
 
-def await_word(fault: Fault, started: Started, survivors: list[int], pids: dict[int, int], deadline: float) -> float | None:
+def await_word(
+    fault: Fault, started: Started, survivors: list[int], pids: dict[int, int], deadline: float
+) -> float | None:
     """Seconds until all survivors name the rank; None: they end before, or time does."""
     begin = time.monotonic()
     while time.monotonic() < deadline:

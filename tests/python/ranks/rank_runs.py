@@ -19,7 +19,9 @@ WIDTH = 64  # of rank_training's layers
 HSDP = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
 
 
-def make_plan(shardplan: pathlib.Path, folder: pathlib.Path, ranks: int, mesh: list | None = None, tokens: int = 8) -> pathlib.Path:
+def make_plan(
+    shardplan: pathlib.Path, folder: pathlib.Path, ranks: int, mesh: list | None = None, tokens: int = 8
+) -> pathlib.Path:
     """A plan of examples/three_layers with small layers, for so many ranks."""
     trace = json.loads((ROOT / "examples" / "three_layers" / "trace.json").read_text())
     for parameter in trace["parameters"]:
@@ -28,7 +30,10 @@ def make_plan(shardplan: pathlib.Path, folder: pathlib.Path, ranks: int, mesh: l
     text = json.dumps(trace).replace('"bfloat16"', '"float32"').replace("33554432", str(WIDTH * WIDTH * 4))
     cluster = json.loads((ROOT / "examples" / "train_gpt" / "cluster.json").read_text())
     cluster["ranks"] = cluster["ranks_per_node"] = ranks
-    strategy = {"schema": "shardplan.strategy/1", "policy": "fsdp2", "units": [{"modules": ["layers.*"]}], "optimizer": {"kind": "sgd"}}
+    strategy = {
+        "schema": "shardplan.strategy/1", "policy": "fsdp2", "units": [{"modules": ["layers.*"]}],
+        "optimizer": {"kind": "sgd"},
+    }
     if mesh:
         strategy["mesh"] = mesh
     name = f"{'x'.join(str(dim['size']) for dim in mesh) if mesh else ranks}_{tokens}"
@@ -151,7 +156,9 @@ class Starter:
 
     def _environment(self, **more: str) -> dict[str, str]:
         path = os.pathsep.join([str(ROOT / "tools" / "python"), str(HERE)])
-        return {**os.environ, "PYTHONPATH": path, "SHARDPLAN_BUILD": str(self.build), "GLOO_SOCKET_IFNAME": "lo", **more}
+        return {
+            **os.environ, "PYTHONPATH": path, "SHARDPLAN_BUILD": str(self.build), "GLOO_SOCKET_IFNAME": "lo", **more,
+        }
 
     def _rank_command(self, program: str, plan: pathlib.Path | str) -> list[str]:
         if program == "apply":

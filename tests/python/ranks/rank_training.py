@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that trains three layers by a plan: `python rank_training.py PLAN TIMEOUT_S STEPS`, under torchrun's environment."""
+"""A rank that trains three layers by a plan: `python rank_training.py PLAN TIMEOUT_S STEPS`, under torchrun's
+environment."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class ThreeLayers(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x.clone()  # the gradient of the root's output is there before that of the last layer's, as the trace has it
+        # The gradient of the root's output is there before that of the last layer's, as the trace has it.
+        return x.clone()
 
 
 def train(plan: str, timeout_s: float | None, steps: int, say) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that die or are stopped, and signals to the launcher, with real processes: a sample of what tools/nightly tries."""
+"""Ranks that die or are stopped, and signals to the launcher, with real processes: a sample of what tools/nightly
+tries."""
 
 import pathlib
 import signal

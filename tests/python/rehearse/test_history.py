@@ -12,11 +12,21 @@ from shardplan_rehearsal.phases import Known, Stretch
 
 KIB = 1024
 # Setup until 100, forward until 200, backward until 300, optimizer until 400.
-STRETCHES = [Stretch(step, phase, 0, end, 0, 0, 0, 0) for step, phase, end in ((0, "setup", 100), (1, "forward", 200), (1, "backward", 300), (1, "optimizer", 400))]
+STRETCHES = [
+    Stretch(step, phase, 0, end, 0, 0, 0, 0)
+    for step, phase, end in ((0, "setup", 100), (1, "forward", 200), (1, "backward", 300), (1, "optimizer", 400))
+]
 
 
 def alloc(address, size, time_us, mark="", frames=()):
-    return {"action": "alloc", "addr": address, "size": size, "time_us": time_us, "user_metadata": mark, "frames": [{"filename": file, "name": name, "line": 1} for file, name in frames]}
+    return {
+        "action": "alloc",
+        "addr": address,
+        "size": size,
+        "time_us": time_us,
+        "user_metadata": mark,
+        "frames": [{"filename": file, "name": name, "line": 1} for file, name in frames],
+    }
 
 
 def free(address, time_us, mark=""):
@@ -38,7 +48,10 @@ def test_a_block_is_what_its_owner_or_its_lifetime_says():
         alloc(1, KIB, 350, "3|f|"),
     ]
     peak = peak_of(trace, STRETCHES, [Known(3, 1, "param_sharded", "layers.1")], 30 * KIB + 512)
-    assert peak.categories == {"param_unsharded": 16 * KIB, "saved": 8 * KIB, "param_sharded": 4 * KIB, "backward_temp": KIB, "recompute": KIB, "rounding": 512}
+    assert peak.categories == {
+        "param_unsharded": 16 * KIB, "saved": 8 * KIB, "param_sharded": 4 * KIB, "backward_temp": KIB, "recompute": KIB,
+        "rounding": 512,
+    }
     assert peak.modules == {"layers.1": 20 * KIB, "layers.0": 9 * KIB, "": KIB}
     assert (peak.stretch, peak.module) == (2, "layers.0")
     assert max(size for _, size in peak.curve) == 30 * KIB
@@ -64,15 +77,43 @@ def test_requests_are_rounded_as_the_allocator_does():
 
 
 def test_repeated_blocks_are_one_row():
-    assert text.grouped({"layers.0.up": 1, "layers.11.up": 2, "head2": 5, "3": 1, "4": 1}) == {"head2": 5, "layers.*.up": 3, "*": 2}
+    assert text.grouped({"layers.0.up": 1, "layers.11.up": 2, "head2": 5, "3": 1, "4": 1}) == {
+        "head2": 5, "layers.*.up": 3, "*": 2,
+    }
 
 
 def test_steps_that_take_the_same_are_one_row():
-    stretches = [{"step": step, "phase": phase, "allocated_bytes": size, "reserved_bytes": size, "retries": 0, "out_of_memory": 0} for step, phase, size in ((0, "setup", KIB), (1, "forward", KIB), (2, "forward", 1 << 20), (3, "forward", 1 << 20), (4, "forward", 1 << 30))]
-    assert [row[:3] for row in text.table_of({"stretches": stretches})[1:]] == [("", "setup", "1.00 KiB"), ("1", "forward", "1.00 KiB"), ("2-3", "forward", "1.00 MiB"), ("4", "forward", "1.00 GiB")]
+    stretches = [
+        {
+            "step": step, "phase": phase, "allocated_bytes": size, "reserved_bytes": size, "retries": 0,
+            "out_of_memory": 0,
+        }
+        for step, phase, size in (
+            (0, "setup", KIB),
+            (1, "forward", KIB),
+            (2, "forward", 1 << 20),
+            (3, "forward", 1 << 20),
+            (4, "forward", 1 << 30),
+        )
+    ]
+    assert [row[:3] for row in text.table_of({"stretches": stretches})[1:]] == [
+        ("", "setup", "1.00 KiB"),
+        ("1", "forward", "1.00 KiB"),
+        ("2-3", "forward", "1.00 MiB"),
+        ("4", "forward", "1.00 GiB"),
+    ]
 
 
 def test_an_error_of_a_hub_says_what_to_do():
-    error = {"type": "LocalEntryNotFoundError", "kinds": ["LocalEntryNotFoundError", "FileNotFoundError"], "message": "no\nsecond line", "place": "setup", "file": "train.py", "line": 3, "module": ""}
-    assert text.error_line(error) == "error: the script raised LocalEntryNotFoundError in setup, train.py:3: no (it needs a hub: download the model and data first, and name their folders; or let it, with a network)"
+    error = {
+        "type": "LocalEntryNotFoundError", "kinds": ["LocalEntryNotFoundError", "FileNotFoundError"],
+        "message": "no\nsecond line", "place": "setup", "file": "train.py", "line": 3, "module": "",
+    }
+    assert (
+        text.error_line(error)
+        == (
+            "error: the script raised LocalEntryNotFoundError in setup, train.py:3: no (it needs a hub: download the "
+            "model and data first, and name their folders; or let it, with a network)"
+        )
+    )
     assert "hub" not in text.error_line({**error, "kinds": ["ValueError"]})

@@ -33,7 +33,9 @@ def place():
 def _is_kept(process: str, folder: pathlib.Path) -> bool:
     try:
         command = pathlib.Path(f"/proc/{process}/cmdline").read_bytes()
-        return b"kept_process.serve(" in command and f"TMPDIR={folder}".encode() in pathlib.Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        return b"kept_process.serve(" in command and f"TMPDIR={folder}".encode() in pathlib.Path(
+            f"/proc/{process}/environ"
+        ).read_bytes().split(b"\0")
     except OSError:
         return False
 
@@ -46,7 +48,7 @@ def _wait_for_socket(folder: pathlib.Path) -> None:
 
 
 def _figures(text: str) -> list[str]:
-    """What is printed, without the seconds."""
+    """The printed figures, without the seconds."""
     return re.sub(r", [\d.]+ s$", "", text[text.index("rehearsed:") :], flags=re.MULTILINE).splitlines()
 
 
@@ -63,7 +65,10 @@ parent = open(f"/proc/{os.getppid()}/cmdline").read()
 print("warm" if "kept_process.serve(" in parent else "cold", os.environ["ONCE"], __name__, random.random())
 """
     )
-    words = ("--gpus", "64", "--rank", "5", "--keep", IDLE_S, "--steps", "0", "--", "torchrun", "--nproc_per_node", "8", script)
+    words = (
+        "--gpus", "64", "--rank", "5", "--keep", IDLE_S, "--steps", "0", "--", "torchrun", "--nproc_per_node", "8",
+        script,
+    )
     cold = rehearse(*words, "4096", TMPDIR=str(place), ONCE="first")
     assert cold.returncode == 0, cold.stderr
     _wait_for_socket(place)

@@ -32,7 +32,13 @@ def start(*arguments, **environment):
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         **environment,
     }
-    return subprocess.Popen([sys.executable, "-m", "shardplan.rehearse", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own)
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardplan.rehearse", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=own,
+    )
 
 
 def rehearse(*arguments, **environment):
@@ -50,7 +56,10 @@ def rows_of(text):
     if not rows:
         return []
     first = [(int(first or 0), int(last or first or 0), phase) for first, last, phase in rows]
-    return sorted(((step, phase) for begin, end, phase in first for step in range(begin, end + 1)), key=lambda row: (row[0], PHASES.index(row[1])))
+    return sorted(
+        ((step, phase) for begin, end, phase in first for step in range(begin, end + 1)),
+        key=lambda row: (row[0], PHASES.index(row[1])),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +74,9 @@ def everything(tmp_path_factory):
 
 def test_what_a_script_does_beside_training_works(everything):
     printed = everything[0].stdout
-    for line in ("mesh [('replicate', 0, 8), ('shard', 0, 8)]", "gloo [2.0, 2.0, 2.0] gloo 2", "gathered 64 True", "told from 0"):
+    for line in (
+        "mesh [('replicate', 0, 8), ('shard', 0, 8)]", "gloo [2.0, 2.0, 2.0] gloo 2", "gathered 64 True", "told from 0",
+    ):
         assert line in printed
     assert "rank 0 of 64 on H100 SXM 80GB, 3 steps" in printed
     assert not (everything[1] / "checkpoint").exists()  # it was empty
@@ -74,7 +85,9 @@ def test_what_a_script_does_beside_training_works(everything):
 def test_files_of_a_real_training_stay(tmp_path):
     (tmp_path / "large.pt").write_text("precious")
     (tmp_path / "small.pt").write_text("precious")
-    done = rehearse("--gpus=8", "--rank=3", "--steps=0", "--", "torchrun", "--nproc_per_node", 8, SCRIPTS / "keeps.py", tmp_path)
+    done = rehearse(
+        "--gpus=8", "--rank=3", "--steps=0", "--", "torchrun", "--nproc_per_node", 8, SCRIPTS / "keeps.py", tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "loaded torch.Size([10])" in done.stdout and "part [3] profiled True" in done.stdout
     assert (tmp_path / "large.pt").read_text() == (tmp_path / "small.pt").read_text() == "precious"
@@ -83,7 +96,11 @@ def test_files_of_a_real_training_stay(tmp_path):
 
 def test_ranks_that_a_script_starts_by_itself_are_refused():
     done = rehearse("--", sys.executable, SCRIPTS / "own_ranks.py")
-    assert done.returncode == 3 and "the script starts its ranks as processes of its own, which cannot be rehearsed: start it by torchrun" in done.stderr
+    assert (
+        done.returncode == 3
+        and "the script starts its ranks as processes of its own, which cannot be rehearsed: start it by torchrun"
+        in done.stderr
+    )
 
 
 def test_a_command_without_flags_and_a_device_that_is_too_small(shardplan):
@@ -132,7 +149,10 @@ def test_outputs_are_a_valid_report_a_page_and_torchs_snapshot(everything, shard
 
 
 def test_another_rank_receives_what_rank_0_sends(tmp_path):
-    done = rehearse("--gpus", 64, "--rank", 5, "--steps", 1, "--", "torchrun", SCRIPTS / "everything.py", tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    done = rehearse(
+        "--gpus", 64, "--rank", 5, "--steps", 1, "--", "torchrun", SCRIPTS / "everything.py", tmp_path,
+        TORCH_DISTRIBUTED_DEBUG="DETAIL",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 0 is rehearsed first: rank 5 receives an object of it" in done.stderr
     assert "mesh [('replicate', 0, 8), ('shard', 5, 8)]" in done.stdout
@@ -148,7 +168,10 @@ def test_a_later_pipeline_stage_gets_its_shapes_from_the_one_before():
 
 
 def test_accelerate_launches_one_rank_with_fsdp2(tmp_path):
-    words = ["accelerate", "launch", "--use_fsdp", "--fsdp_version", 2, "--fsdp_auto_wrap_policy", "NO_WRAP", SCRIPTS / "accelerated.py"]
+    words = [
+        "accelerate", "launch", "--use_fsdp", "--fsdp_version", 2, "--fsdp_auto_wrap_policy", "NO_WRAP",
+        SCRIPTS / "accelerated.py",
+    ]
     done = rehearse("--gpus", 16, "--rank", 3, "--", *words, HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "process 3 of 16 DistributedType.FSDP" in done.stdout
@@ -156,7 +179,10 @@ def test_accelerate_launches_one_rank_with_fsdp2(tmp_path):
 
 
 def test_spawned_processes_are_the_one_rank_and_out_of_memory_names_the_line(tmp_path):
-    done = rehearse("--rank", 1, "--gpus-per-node", 4, "--device-memory", "24GiB", "--", sys.executable, SCRIPTS / "spawned.py", tmp_path)
+    done = rehearse(
+        "--rank", 1, "--gpus-per-node", 4, "--device-memory", "24GiB", "--", sys.executable, SCRIPTS / "spawned.py",
+        tmp_path,
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     printed = done.stdout
     assert "devices 4" in printed
@@ -166,7 +192,9 @@ def test_spawned_processes_are_the_one_rank_and_out_of_memory_names_the_line(tmp
     assert "rank 1 of 4" in printed
     assert [phase for _, phase in rows_of(printed)] == PHASES[:7] + ["forward"]
     assert re.search(r"fits +no: out of memory", printed)
-    assert re.search(r"out of memory in forward of step 3: .*spawned.py:\d+, module [01]\n +model\(torch.randn", printed)
+    assert re.search(
+        r"out of memory in forward of step 3: .*spawned.py:\d+, module [01]\n +model\(torch.randn", printed
+    )
     assert "torch.OutOfMemoryError" in done.stderr
 
 
@@ -210,7 +238,10 @@ def test_what_the_command_started_ends_with_it(tmp_path):
     process.terminate()
     process.communicate(timeout=20)
     assert process.returncode == -signal.SIGTERM
-    assert not pathlib.Path(f"/proc/{pid}/cmdline").exists() or b"sleep" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert (
+        not pathlib.Path(f"/proc/{pid}/cmdline").exists()
+        or b"sleep" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
 
 
 def test_an_interpreter_without_torch_is_named(tmp_path):
@@ -232,15 +263,28 @@ def test_deepspeeds_launcher_starts_one_rank(tmp_path):
     package.mkdir(parents=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").write_text("import torch\n")
-    flags = "".join(f"    parser.add_argument('--{flag}', action='store_true')\n" for flag in ("module", "no_python", "no_local_rank"))
-    numbers = "".join(f"    parser.add_argument('--{flag}', type=int, default=-1)\n" for flag in ("num_gpus", "num_nodes"))
-    rest = "    parser.add_argument('user_script')\n    parser.add_argument('user_args', nargs=argparse.REMAINDER)\n    return parser.parse_args(args)\n\n\ndef main(args=None):\n    raise SystemExit('its own')\n"
-    (package / "runner.py").write_text(f"import argparse\n\n\ndef parse_args(args=None):\n    parser = argparse.ArgumentParser()\n{flags}{numbers}{rest}")
+    flags = "".join(
+        f"    parser.add_argument('--{flag}', action='store_true')\n"
+        for flag in ("module", "no_python", "no_local_rank")
+    )
+    numbers = "".join(
+        f"    parser.add_argument('--{flag}', type=int, default=-1)\n" for flag in ("num_gpus", "num_nodes")
+    )
+    rest = (
+        "    parser.add_argument('user_script')\n    parser.add_argument('user_args', nargs=argparse.REMAINDER)\n    "
+        "return parser.parse_args(args)\n\n\ndef main(args=None):\n    raise SystemExit('its own')\n"
+    )
+    (package / "runner.py").write_text(
+        "import argparse\n\n\ndef parse_args(args=None):\n    parser = "
+        f"argparse.ArgumentParser()\n{flags}{numbers}{rest}"
+    )
     command = tmp_path / "deepspeed.py"
     command.write_text("from deepspeed.launcher.runner import main\nmain()\n")
     command.rename(tmp_path / "bin")
     (tmp_path / "bin").rename(tmp_path / "ds")
-    (tmp_path / "train.py").write_text("import os, sys, torch\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n")
+    (tmp_path / "train.py").write_text(
+        "import os, sys, torch\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+    )
     words = [sys.executable, tmp_path / "ds", "--num_nodes", 2, tmp_path / "train.py", "--deepspeed", "config.json"]
     done = rehearse("--rank", 9, "--", *words, PYTHONPATH=f"{ROOT / 'tools' / 'python'}:{tmp_path}")
     assert "9 16 ['--local_rank=1', '--deepspeed', 'config.json']" in done.stdout, done.stderr
@@ -249,8 +293,11 @@ def test_deepspeeds_launcher_starts_one_rank(tmp_path):
 
 def test_a_killed_rank_leaves_the_steps_that_were_over(tmp_path):
     (tmp_path / "train.py").write_text(
-        "import os, signal, torch\nmodel = torch.nn.Linear(64, 64).cuda()\noptimizer = torch.optim.SGD(model.parameters())\n"
-        "for step in range(3):\n    model(torch.randn(8, 64, device='cuda')).sum().backward()\n    optimizer.step()\n    if step == 1:\n        model(torch.randn(8, 64, device='cuda'))\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal, torch\nmodel = torch.nn.Linear(64, 64).cuda()\noptimizer = "
+        "torch.optim.SGD(model.parameters())\n"
+        "for step in range(3):\n    model(torch.randn(8, 64, device='cuda')).sum().backward()\n    optimizer.step()\n "
+        "   if step == 1:\n        model(torch.randn(8, 64, device='cuda'))\n        os.kill(os.getpid(), "
+        "signal.SIGKILL)\n"
     )
     done = rehearse("--", sys.executable, tmp_path / "train.py")
     assert done.returncode == 128 + 9

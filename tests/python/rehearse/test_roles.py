@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process is, and where steps and phases begin and end: without torch."""
+"""Roles of processes, and the begin and end of steps and phases: without torch."""
 
 import subprocess
 import sys
@@ -37,7 +37,11 @@ def recorder_of(steps, monkeypatch):
     """A recorder that reads no device, and the list that it ends in."""
     monkeypatch.setattr(run, "_run", types.SimpleNamespace(steps=steps))
     nothing = types.SimpleNamespace(_cuda_memoryStats=None, _cuda_resetPeakMemoryStats=None)
-    torch = types.SimpleNamespace(_C=nothing, cuda=types.SimpleNamespace(is_initialized=lambda: False), distributed=types.SimpleNamespace(is_available=lambda: False))
+    torch = types.SimpleNamespace(
+        _C=nothing,
+        cuda=types.SimpleNamespace(is_initialized=lambda: False),
+        distributed=types.SimpleNamespace(is_available=lambda: False),
+    )
     recorder = phases.Recorder(torch)
     done = []
     recorder.when_done = lambda: done.append(recorder.steps_done)
@@ -45,7 +49,8 @@ def recorder_of(steps, monkeypatch):
 
 
 def play(recorder, events):
-    """f: a module runs, B: a backward, O: an optimizer steps, (O): one inside a backward, [B]: a backward inside an optimizer's step."""
+    """f: a module runs, B: a backward, O: an optimizer steps, (O): one inside a backward, [B]: a backward inside an
+    optimizer's step."""
     optimizer = types.SimpleNamespace(param_groups=[], state={})
     actions = {
         "f": [recorder.module_runs],
@@ -64,8 +69,31 @@ def play(recorder, events):
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
-        ("fBO fBO f", [(0, "setup"), (1, "forward"), (1, "backward"), (1, "optimizer"), (2, "forward"), (2, "backward"), (2, "optimizer"), (3, "forward")]),
-        ("fBfBO", [(0, "setup"), (1, "forward"), (1, "backward"), (1, "forward"), (1, "backward"), (1, "optimizer"), (1, "optimizer")]),
+        (
+            "fBO fBO f",
+            [
+                (0, "setup"),
+                (1, "forward"),
+                (1, "backward"),
+                (1, "optimizer"),
+                (2, "forward"),
+                (2, "backward"),
+                (2, "optimizer"),
+                (3, "forward"),
+            ],
+        ),
+        (
+            "fBfBO",
+            [
+                (0, "setup"),
+                (1, "forward"),
+                (1, "backward"),
+                (1, "forward"),
+                (1, "backward"),
+                (1, "optimizer"),
+                (1, "optimizer"),
+            ],
+        ),
         ("fBOO f", [(0, "setup"), (1, "forward"), (1, "backward"), (1, "optimizer"), (1, "optimizer"), (2, "forward")]),
         ("f(O) f", [(0, "setup"), (1, "forward"), (1, "backward"), (2, "forward")]),
         ("f[fB] f", [(0, "setup"), (1, "forward"), (1, "optimizer"), (2, "forward")]),
@@ -105,7 +133,13 @@ def test_a_process_without_torch_runs_as_ever_and_the_next_sitecustomize_too(tmp
     (tmp_path / "torch.py").write_text("__version__ = 'mine'")
     (tmp_path / "colorsys.py").write_text("found = True")
     environment = {"PYTHONPATH": f"{SITE}:{tmp_path}", "SHARDPLAN_REHEARSE": "{}", "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", "import sys, colorsys; print(colorsys.found, 'json' in sys.modules)"], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, colorsys; print(colorsys.found, 'json' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert (done.stdout, done.stderr) == ("behind\nTrue False\n", "")
 
 
@@ -113,13 +147,23 @@ def test_nccl_takes_what_shardplan_memory_says(shardplan, tmp_path, monkeypatch)
     monkeypatch.setenv("SHARDPLAN_PROGRAMS", str(build_folder() / "bin"))
     if not (build_folder() / "bin" / "shardplan").exists():
         pytest.skip("no command")
-    shardplan("plan", ROOT / "examples" / "three_layers" / "trace.json", "--ranks", 8, "--unit", "layers.*", "-q", "-o", tmp_path / "plan.json")
-    assert f"{device_of('h100_sxm', None, None).nccl_bytes}" in shardplan("memory", tmp_path / "plan.json", "-q").stdout.replace(",", "")
+    shardplan(
+        "plan", ROOT / "examples" / "three_layers" / "trace.json", "--ranks", 8, "--unit", "layers.*", "-q", "-o",
+        tmp_path / "plan.json",
+    )
+    assert f"{device_of('h100_sxm', None, None).nccl_bytes}" in shardplan(
+        "memory", tmp_path / "plan.json", "-q"
+    ).stdout.replace(",", "")
 
 
 @pytest.mark.parametrize(
     ("cluster", "name", "capability", "multiprocessors"),
-    [("h100_sxm", "NVIDIA H100 SXM 80GB", "9.0", 132), ("a100_80_8", "NVIDIA A100 SXM 80GB", "8.0", 108), ("b200_8", "NVIDIA B200 SXM 180GB", "10.0", 148), ("gb200_nvl72_72", "NVIDIA GB200 186GB", "10.0", 148)],
+    [
+        ("h100_sxm", "NVIDIA H100 SXM 80GB", "9.0", 132),
+        ("a100_80_8", "NVIDIA A100 SXM 80GB", "8.0", 108),
+        ("b200_8", "NVIDIA B200 SXM 180GB", "10.0", 148),
+        ("gb200_nvl72_72", "NVIDIA GB200 186GB", "10.0", 148),
+    ],
 )
 def test_a_clusters_device_is_of_its_kind(monkeypatch, cluster, name, capability, multiprocessors):
     monkeypatch.setenv("SHARDPLAN_PROGRAMS", str(build_folder() / "bin"))
@@ -128,7 +172,14 @@ def test_a_clusters_device_is_of_its_kind(monkeypatch, cluster, name, capability
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("4,2,x", ":1: found x, expected an expert's share"), ("1\n-1", ":2: found -1"), ("0,0", "no expert has a share (found only zeros"), ("", "found no number"), ("nan", "found nan")]
+    ("text", "message"),
+    [
+        ("4,2,x", ":1: found x, expected an expert's share"),
+        ("1\n-1", ":2: found -1"),
+        ("0,0", "no expert has a share (found only zeros"),
+        ("", "found no number"),
+        ("nan", "found nan"),
+    ],
 )
 def test_a_routing_without_shares_is_refused_with_its_place(tmp_path, text, message):
     (tmp_path / "routing.csv").write_text(text)

@@ -16,7 +16,9 @@ BATCH, SEQ = 2, 32
 class Gelu(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down, self.dropout = nn.LayerNorm(DIM), nn.Linear(DIM, FFN), nn.Linear(FFN, DIM), nn.Dropout(0.1)
+        self.norm, self.up, self.down, self.dropout = (
+            nn.LayerNorm(DIM), nn.Linear(DIM, FFN), nn.Linear(FFN, DIM), nn.Dropout(0.1),
+        )
 
     def forward(self, x):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
@@ -52,7 +54,11 @@ class Softmax(nn.Module):
         self.q, self.k, self.v = (nn.Linear(DIM, DIM, bias=False) for _ in range(3))
 
     def forward(self, x):
-        weights = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2) / DIM**0.5 + torch.ones(SEQ, SEQ, device=x.device, dtype=x.dtype).triu(1), -1)
+        weights = torch.softmax(
+            self.q(x) @ self.k(x).transpose(1, 2) / DIM**0.5
+            + torch.ones(SEQ, SEQ, device=x.device, dtype=x.dtype).triu(1),
+            -1,
+        )
         return torch.tanh(weights @ self.v(x))
 
 
@@ -64,7 +70,9 @@ class Decoder(nn.Module):
         self.block = Block(HEADS, nn.RMSNorm)
 
     def forward(self, x):
-        angles = torch.arange(SEQ, device=x.device, dtype=x.dtype)[:, None] * torch.ones(DIM // HEADS, device=x.device, dtype=x.dtype)
+        angles = torch.arange(SEQ, device=x.device, dtype=x.dtype)[:, None] * torch.ones(
+            DIM // HEADS, device=x.device, dtype=x.dtype
+        )
         return self.block(x, angles.cos(), angles.sin())
 
 
@@ -91,7 +99,11 @@ class Stack(nn.Module):
 
     def __init__(self, make, layers=3):
         super().__init__()
-        self.first, self.layers, self.last = nn.Linear(DIM, DIM), nn.ModuleList(make() for _ in range(layers)), nn.Linear(DIM, DIM)
+        self.first, self.layers, self.last = (
+            nn.Linear(DIM, DIM),
+            nn.ModuleList(make() for _ in range(layers)),
+            nn.Linear(DIM, DIM),
+        )
 
     def forward(self, x):
         x = self.first(x)

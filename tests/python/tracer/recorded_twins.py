@@ -11,7 +11,7 @@ VOCABULARY, CONTEXT, WIDTH, HEADS, BLOCKS = 65, 64, 96, 4, 4
 
 
 class Linear(nn.Linear):
-    """As LibTorch's: of more than two dimensions a product and a sum, where torch.nn's is one addmm."""
+    """LibTorch's Linear: a product and a sum for more than two dimensions, where torch.nn's is one addmm."""
 
     def forward(self, x):
         if x.dim() == 2 and self.bias is not None:

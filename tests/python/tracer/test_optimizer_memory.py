@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer states and temporaries of plans beside torch.optim itself, stepping the rank's shards as fake CUDA tensors."""
+"""Optimizer states and temporaries of plans beside torch.optim itself, stepping the rank's shards as fake CUDA
+tensors."""
 
 import importlib
 import itertools
@@ -35,7 +36,8 @@ class Half(nn.Module):
 
 
 class Model(nn.Module):
-    """Vectors, matrices of very different sizes, a stack of matrices, one that FSDP cannot cut evenly, and a frozen one."""
+    """Vectors, matrices of very different sizes, a stack of matrices, one that FSDP cannot cut evenly, and a frozen
+    one."""
 
     def __init__(self, mixed):
         super().__init__()
@@ -80,7 +82,10 @@ class Allocations(TorchDispatchMode):
 
 
 def optimizer_class(options):
-    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}[options["kind"]]
+    return {
+        "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD,
+        "adafactor": torch.optim.Adafactor,
+    }[options["kind"]]
 
 
 def arguments_of(options):
@@ -90,7 +95,9 @@ def arguments_of(options):
         found["momentum"] = 0.9
     found["weight_decay"] = 0.1 if options.get("weight_decay") else 0.0
     how = options.get("implementation")
-    return found | {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop": {"foreach": False}, None: {}}[how]
+    return (
+        found | {"foreach": {"foreach": True}, "fused": {"fused": True}, "for_loop": {"foreach": False}, None: {}}[how]
+    )
 
 
 def run_torch(shards, options, monkeypatch):
@@ -141,17 +148,38 @@ def run_shardplan(shardplan, trace, strategy, folder):
     done = shardplan("plan", trace, "--strategy", path, "-o", "-", "-q")
     assert done.returncode == 0, done.stderr
     buffers = json.loads(done.stdout)["buffers"]
-    return tuple(blocks(b["parts_bytes"] for b in buffers if b["role"] == role) for role in ("optimizer_state", "optimizer_temp"))
+    return tuple(
+        blocks(b["parts_bytes"] for b in buffers if b["role"] == role) for role in ("optimizer_state", "optimizer_temp")
+    )
 
 
 def cases():
-    switches = lambda names: [dict(zip(names, values)) for values in itertools.product([False, True], repeat=len(names))]  # noqa: E731
+    switches = lambda names: [
+        dict(zip(names, values)) for values in itertools.product([False, True], repeat=len(names))
+    ]  # noqa: E731
     how = ["for_loop", "foreach", "fused"]
-    yield from ({"kind": "adamw", "implementation": i, **s} for i in how for s in switches(["amsgrad", "capturable", "maximize"]))
-    yield from ({"kind": "adam", "implementation": i, **s} for i in how for s in switches(["weight_decay", "amsgrad", "capturable", "maximize"]))
+    yield from (
+        {"kind": "adamw", "implementation": i, **s}
+        for i in how
+        for s in switches(["amsgrad", "capturable", "maximize"])
+    )
+    yield from (
+        {"kind": "adam", "implementation": i, **s}
+        for i in how
+        for s in switches(["weight_decay", "amsgrad", "capturable", "maximize"])
+    )
     momenta = [{}, {"momentum": True}, {"momentum": True, "nesterov": True}]
-    yield from ({"kind": "sgd", "implementation": i, **m, **s} for i in how for m in momenta for s in switches(["weight_decay", "maximize"]))
-    yield from ({"kind": "adafactor", "implementation": i, **s} for i in ["for_loop", "foreach", None] for s in switches(["weight_decay", "maximize"]))
+    yield from (
+        {"kind": "sgd", "implementation": i, **m, **s}
+        for i in how
+        for m in momenta
+        for s in switches(["weight_decay", "maximize"])
+    )
+    yield from (
+        {"kind": "adafactor", "implementation": i, **s}
+        for i in ["for_loop", "foreach", None]
+        for s in switches(["weight_decay", "maximize"])
+    )
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "adafactor"])
@@ -169,10 +197,15 @@ def test_fsdp1_steps_pieces_of_the_flat_parameter(shardplan, traced, tmp_path, m
     """With original parameters each piece of the first rank is a vector of its own; without, the shard is one."""
     trace, _ = traced
     for original in (True, False):
-        (tmp_path / "strategy.json").write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp1", "units": UNITS}))
+        (tmp_path / "strategy.json").write_text(
+            json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp1", "units": UNITS})
+        )
         flags = ["--use-orig-params"] if original else []
         for optimizer in ("adamw-forloop-amsgrad", "adafactor", "adafactor-foreach", "sgdm-nesterov-foreach"):
-            done = shardplan("plan", trace, "--strategy", tmp_path / "strategy.json", "--optimizer", optimizer, *flags, "-o", "-", "-q")
+            done = shardplan(
+                "plan", trace, "--strategy", tmp_path / "strategy.json", "--optimizer", optimizer, *flags, "-o", "-",
+                "-q",
+            )
             if not original and "frozen" in done.stderr:
                 continue  # FSDP1 refuses a unit that is frozen in part
             assert done.returncode == 0, done.stderr
@@ -187,9 +220,18 @@ def test_fsdp1_steps_pieces_of_the_flat_parameter(shardplan, traced, tmp_path, m
             order = [p["fqn"] for p in json.loads(trace.read_text())["parameters"]]
             shards = [shard[:2] for shard in sorted(shards, key=lambda shard: order.index(shard[2]))]
             if not original:
-                shards = [((unit["flat_numel"] // RANKS,), getattr(torch, unit.get("orig_dtype", "float32"))) for unit in plan["units"]]
-            found = tuple(blocks(b["parts_bytes"] for b in plan["buffers"] if b["role"] == role) for role in ("optimizer_state", "optimizer_temp"))
-            assert found == run_torch(shards, {"kind": "adamw"} | plan["strategy"]["optimizer"], monkeypatch), (optimizer, original)
+                shards = [
+                    ((unit["flat_numel"] // RANKS,), getattr(torch, unit.get("orig_dtype", "float32")))
+                    for unit in plan["units"]
+                ]
+            found = tuple(
+                blocks(b["parts_bytes"] for b in plan["buffers"] if b["role"] == role)
+                for role in ("optimizer_state", "optimizer_temp")
+            )
+            assert found == run_torch(shards, {"kind": "adamw"} | plan["strategy"]["optimizer"], monkeypatch), (
+                optimizer,
+                original,
+            )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +248,9 @@ def test_fsdp1_steps_pieces_of_the_flat_parameter(shardplan, traced, tmp_path, m
 )
 def test_what_torch_refuses_is_refused(shardplan, traced, options, named, tmp_path):
     path = tmp_path / "strategy.json"
-    path.write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", "units": UNITS, "optimizer": options}))
+    path.write_text(
+        json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2", "units": UNITS, "optimizer": options})
+    )
     done = shardplan("plan", traced[0], "--strategy", path, "-o", "-", "-q")
     assert done.returncode == 3
     assert named in done.stderr
@@ -215,7 +259,9 @@ def test_what_torch_refuses_is_refused(shardplan, traced, options, named, tmp_pa
 def test_flags_say_what_the_document_says(shardplan, traced, tmp_path):
     def strategy(*flags):
         path = tmp_path / "written.json"
-        done = shardplan("plan", traced[0], "--unit", "low", *flags, "--write-strategy", path, "-o", tmp_path / "plan.json", "-q")
+        done = shardplan(
+            "plan", traced[0], "--unit", "low", *flags, "--write-strategy", path, "-o", tmp_path / "plan.json", "-q"
+        )
         return done, json.loads(path.read_text()).get("optimizer", {}) if done.returncode == 0 else None
 
     assert strategy("--optimizer", "adam-decay-capturable-forloop")[1] == {
@@ -224,7 +270,9 @@ def test_flags_say_what_the_document_says(shardplan, traced, tmp_path):
         "weight_decay": True,
         "capturable": True,
     }
-    assert strategy("--optimizer", "sgdm-nesterov-maximize")[1] == {"kind": "sgd", "momentum": True, "nesterov": True, "maximize": True}
+    assert strategy("--optimizer", "sgdm-nesterov-maximize")[1] == {
+        "kind": "sgd", "momentum": True, "nesterov": True, "maximize": True,
+    }
     assert strategy("--optimizer", "adamw")[1] == {}
     assert strategy("--optimizer", "adafactor-foreach")[1] == {"kind": "adafactor", "implementation": "foreach"}
     for wrong in ("lion", "adamw-fast", "adamw-"):

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces that C++ records of LibTorch models (docs/internals/trace-recorder.md), next to the tracer's of their twins in Python.
+"""Traces that C++ records of LibTorch models (docs/internals/trace-recorder.md), next to the tracer's of their twins in
+Python.
 
-They are equal, events, numbers of storages and names included, but for where C++ lets go of tensors and Python does not:
-- a temporary of C++ lives until its statement ends, an argument until the callee returns: `release` events stand elsewhere,
+They are equal, events, numbers of storages and names included, but for where C++ lets go of tensors and Python does
+not:
+- a temporary of C++ lives until its statement ends, an argument until the callee returns: `release` events stand
+  elsewhere,
 - several storages that die between two operators may die in another order.
 """
 
@@ -114,7 +117,8 @@ def test_dropout_is_that_of_the_cpu():
 
 
 def test_python_holds_arguments_longer():
-    """The same storages are released; C++ releases an argument that it was given in the callee, Python behind the call."""
+    """The same storages are released; C++ releases an argument that it was given in the callee, Python behind the
+    call."""
 
     def releases_behind_exits(trace):
         events = trace["forwards"][0]["events"]
@@ -131,7 +135,11 @@ def documents(tmp_path_factory):
     """Both traces of the GPT, under one name."""
     folder = tmp_path_factory.mktemp("traces")
     for kind, trace in (("cpp", recorded("gpt")), ("python", traced("gpt"))):
-        (folder / f"{kind}.json").write_text(json.dumps({**trace, "model": "gpt", "source": "", "recorded_with": f"torch {torch.__version__.split('+')[0]}"}))
+        (folder / f"{kind}.json").write_text(
+            json.dumps(
+                {**trace, "model": "gpt", "source": "", "recorded_with": f"torch {torch.__version__.split('+')[0]}"}
+            )
+        )
     return folder
 
 
@@ -148,7 +156,10 @@ def test_plans_are_equal(shardplan, documents, options):
     simulated = {}
     for kind in ("cpp", "python"):
         plan = documents / f"{kind}.plan.json"
-        made = shardplan("plan", documents / f"{kind}.json", "--cluster", "h100_sxm_8", "--unit", "blocks.*", *options, "-q", "-o", plan)
+        made = shardplan(
+            "plan", documents / f"{kind}.json", "--cluster", "h100_sxm_8", "--unit", "blocks.*", *options, "-q", "-o",
+            plan,
+        )
         assert made.returncode == 0, made.stderr
         checked = shardplan("validate", plan)
         assert checked.returncode == 0, checked.stdout + checked.stderr
@@ -161,7 +172,9 @@ def test_plans_are_equal(shardplan, documents, options):
 
 def test_an_optimized_plan_of_it(shardplan, documents):
     plan = documents / "optimized.json"
-    made = shardplan("optimize", documents / "cpp.json", "--cluster", "h100_sxm_8", "--memory-budget", "device", "-q", "-o", plan)
+    made = shardplan(
+        "optimize", documents / "cpp.json", "--cluster", "h100_sxm_8", "--memory-budget", "device", "-q", "-o", plan
+    )
     assert made.returncode == 0, made.stderr
     assert shardplan("validate", plan).returncode == 0
 
@@ -177,9 +190,13 @@ def test_tables_are_the_tracers():
     assert ours["allocate_only"] == {(name,) for name in operators._ALLOCATE_ONLY}
     assert ours["reads_nothing"] == {(name,) for name in operators._READS_NOTHING}
     assert ours["lookup"] == {(name, str(position)) for name, position in operators._LOOKUPS.items()}
-    assert ours["unread"] == {(name, str(position)) for name, positions in operators._UNREAD.items() for position in positions}
+    assert ours["unread"] == {
+        (name, str(position)) for name, positions in operators._UNREAD.items() for position in positions
+    }
     counted = {packet.__name__ for packet in flop_registry if str(packet).startswith("aten.")}
-    inside_of_attention = {f"_{kind}_attention_{way}" for kind in ("flash", "efficient") for way in ("forward", "backward")}
+    inside_of_attention = {
+        f"_{kind}_attention_{way}" for kind in ("flash", "efficient") for way in ("forward", "backward")
+    }
     without_formula = {"_grouped_mm", "_cudnn_rnn", "_cudnn_rnn_backward"}  # the tracer's own
     flops = {name for (name,) in ours["flops"]}
     assert counted - inside_of_attention <= flops

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selective checkpointing as the planner applies it to a trace, against torch's own on real tensors: which operators run again."""
+"""Selective checkpointing as the planner applies it to a trace, against torch's own on real tensors: which operators
+run again."""
 
 import collections
 import copy
@@ -17,9 +18,9 @@ from conftest import build_folder
 from torch import nn
 from tracer_support import passes
 
-from shardplan.conformance.checkpointing import early_stop, wrap
 from shardplan.tracer import document
 from shardplan.tracer.session import Options, trace_module
+from shardplan_conformance.checkpointing import early_stop, wrap
 
 COMMAND = build_folder() / "bin" / "shardplan"
 SEED = 4177
@@ -31,7 +32,10 @@ class Block(nn.Module):
     def __init__(self, dim=32):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
-        self.up, self.gate, self.down = nn.Linear(dim, 2 * dim, bias=False), nn.Linear(dim, 2 * dim, bias=False), nn.Linear(2 * dim, dim, bias=False)
+        self.up, self.gate, self.down = (
+            nn.Linear(dim, 2 * dim, bias=False), nn.Linear(dim, 2 * dim, bias=False),
+            nn.Linear(2 * dim, dim, bias=False),
+        )
 
     def forward(self, x):
         weights = torch.softmax(self.q(x) @ self.k(x).t() * 0.1, -1)
@@ -83,7 +87,10 @@ def backward_of_plan(strategy, folder):
     with open(folder / "t.json", "w") as file:
         document.write(plain_trace(), file)
     (folder / "s.json").write_text(json.dumps({"schema": "shardplan.strategy/1", "policy": "fsdp2"} | strategy))
-    command = [COMMAND, "plan", folder / "t.json", "--strategy", folder / "s.json", "--ranks", "1", "--stop-after", "apply_checkpointing", "--dump", "-q", "-o", folder / "c.json"]
+    command = [
+        COMMAND, "plan", folder / "t.json", "--strategy", folder / "s.json", "--ranks", "1", "--stop-after",
+        "apply_checkpointing", "--dump", "-q", "-o", folder / "c.json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = json.loads((folder / "c.json").read_text())
@@ -119,10 +126,13 @@ def test_the_same_operators_run_again(number, tmp_path):
 
 
 def torchtitans_rule(folder):
-    """What `--checkpoint-save torchtitan` amounts to."""
+    """The rule of `--checkpoint-save torchtitan`."""
     with open(folder / "t.json", "w") as file:
         document.write(plain_trace(), file)
-    command = [COMMAND, "plan", folder / "t.json", "--checkpoint", "layers.*", "--checkpoint-save", "torchtitan", "--ranks", "1", "-q", "-o", folder / "p.json"]
+    command = [
+        COMMAND, "plan", folder / "t.json", "--checkpoint", "layers.*", "--checkpoint-save", "torchtitan", "--ranks",
+        "1", "-q", "-o", folder / "p.json",
+    ]
     done = subprocess.run([*command, "--write-strategy", folder / "s.json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "s.json").read_text())["checkpoint"]
@@ -133,13 +143,18 @@ def test_torchtitans_list_is_that_of_the_installed_release(tmp_path):
     rule = torchtitans_rule(tmp_path)
     assert rule["early_stop"] is False
     ours = {saved["name"]: saved.get("recompute_every", 0) for saved in rule["save"]}
-    assert {name for name, every in ours.items() if every} == {"aten.mm", "aten.linear"} and ours["aten.mm"] == ours["aten.linear"] == 2
+    assert {name for name, every in ours.items() if every} == {"aten.mm", "aten.linear"} and ours["aten.mm"] == ours[
+        "aten.linear"
+    ] == 2
     theirs = {str(operator).removesuffix(".default") for operator in activation_checkpoint._get_default_save_ops()}
     # Operators of packages that are not installed are in the source alone.
     source = inspect.getsource(activation_checkpoint._get_default_save_ops)
     optional = {name for name in ours if name not in theirs and name in source}
     assert set(ours) - optional == theirs
-    assert optional <= {"torch_attn._varlen_attn", "deepep.dispatch", "deepep.combine", "hybridep.dispatch", "hybridep.combine", "inductor_compiled_code"}
+    assert optional <= {
+        "torch_attn._varlen_attn", "deepep.dispatch", "deepep.combine", "hybridep.dispatch", "hybridep.combine",
+        "inductor_compiled_code",
+    }
     version = importlib.metadata.version("torchtitan")
     told = subprocess.run([COMMAND, "plan", "--help"], capture_output=True, text=True).stdout
     assert f"release {version}" in " ".join(told.split())
@@ -148,7 +163,10 @@ def test_torchtitans_list_is_that_of_the_installed_release(tmp_path):
 def test_the_same_operators_run_again_as_under_torchtitan(tmp_path):
     activation_checkpoint = pytest.importorskip("torchtitan.distributed.activation_checkpoint")
     names = {event[1] for entry in passes(plain_trace()) for event in entry["events"] if event[0] == "op"}
-    plan, plain_plan = backward_of_plan({"checkpoint": torchtitans_rule(tmp_path)}, tmp_path), backward_of_plan({}, tmp_path)
+    plan, plain_plan = (
+        backward_of_plan({"checkpoint": torchtitans_rule(tmp_path)}, tmp_path),
+        backward_of_plan({}, tmp_path),
+    )
     torch.manual_seed(1)
     model = copy.deepcopy(Model())
     policy = activation_checkpoint.SelectiveAC(activation_checkpoint.SelectiveAC.Config())

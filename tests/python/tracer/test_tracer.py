@@ -181,7 +181,11 @@ def test_recomputation_is_marked_and_its_storages_have_their_role():
 def test_modules_inside_a_recomputation_are_marked_and_an_early_stop_leaves_no_exit(early_stop):
     with set_checkpoint_early_stop(early_stop):
         trace = trace_module(models.Llama(checkpointed=True), (tokens(),), options=Options(dtype="bfloat16"))
-    marks = [(e[0].removeprefix("recompute_"), fqn_of(trace, e[1])) for e in trace["backwards"][0]["events"] if e[0].startswith("recompute")]
+    marks = [
+        (e[0].removeprefix("recompute_"), fqn_of(trace, e[1]))
+        for e in trace["backwards"][0]["events"]
+        if e[0].startswith("recompute")
+    ]
     first = marks[: marks.index(("exit", "layers.2")) + 1]
     assert first[:3] == [("enter", "layers.2"), ("enter", "layers.2.norm1"), ("exit", "layers.2.norm1")]
     left_open = {fqn for kind, fqn in first if kind == "enter"} - {fqn for kind, fqn in first if kind == "exit"}

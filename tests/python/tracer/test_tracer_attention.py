@@ -79,11 +79,23 @@ def test_padded_heads_and_masks_go_forward_and_backward(head_dim, mask):
 
 def _cpu_cases():
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64):
-        for heads, kv_heads, seq, kv_seq, head_dim, v_dim in ((4, 4, 64, 64, 8, 8), (4, 2, 16, 16, 8, 8), (3, 2, 7, 7, 5, 5), (4, 4, 8, 9, 16, 16), (2, 2, 8, 8, 8, 9)):
-            q, k, v = (torch.zeros(2, h, s, d, dtype=dtype) for h, s, d in ((heads, seq, head_dim), (kv_heads, kv_seq, head_dim), (kv_heads, kv_seq, v_dim)))
+        for heads, kv_heads, seq, kv_seq, head_dim, v_dim in (
+            (4, 4, 64, 64, 8, 8),
+            (4, 2, 16, 16, 8, 8),
+            (3, 2, 7, 7, 5, 5),
+            (4, 4, 8, 9, 16, 16),
+            (2, 2, 8, 8, 8, 9),
+        ):
+            q, k, v = (
+                torch.zeros(2, h, s, d, dtype=dtype)
+                for h, s, d in ((heads, seq, head_dim), (kv_heads, kv_seq, head_dim), (kv_heads, kv_seq, v_dim))
+            )
             for dropout_p in (0.0, 0.1):
                 yield q, k, v, None, dropout_p, True
-                for mask in (None, torch.zeros(seq, kv_seq, dtype=dtype), torch.zeros(2, 1, seq, kv_seq, dtype=torch.bool), torch.zeros(1, seq, kv_seq, dtype=dtype)):
+                for mask in (
+                    None, torch.zeros(seq, kv_seq, dtype=dtype), torch.zeros(2, 1, seq, kv_seq, dtype=torch.bool),
+                    torch.zeros(1, seq, kv_seq, dtype=dtype),
+                ):
                     yield q, k, v, mask, dropout_p, False
             if dtype.is_floating_point:
                 yield q, k, v, torch.zeros(seq, kv_seq, dtype=dtype, requires_grad=True), 0.0, False
@@ -100,7 +112,9 @@ def test_cpu_attention_is_what_torch_chooses_here():
         except RuntimeError:
             continue  # torch has none for this
         mine = attention.choose("cpu", q, k, v, mask, dropout_p, causal, gqa)
-        assert (mine == "cpu") == (chosen == 1), (q.shape, k.shape, v.shape, q.dtype, mask is not None and mask.shape, dropout_p)
+        assert (mine == "cpu") == (chosen == 1), (
+            q.shape, k.shape, v.shape, q.dtype, mask is not None and mask.shape, dropout_p,
+        )
         flash += chosen == 1
     assert flash > 40
 
@@ -117,7 +131,10 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("shape, kv_heads, mask", [((2, 4, 16, 8), 4, False), ((2, 4, 16, 8), 2, False), ((2, 4, 16, 8), 4, True), ((4, 16, 8), 4, False)])
+@pytest.mark.parametrize(
+    "shape, kv_heads, mask",
+    [((2, 4, 16, 8), 4, False), ((2, 4, 16, 8), 2, False), ((2, 4, 16, 8), 4, True), ((4, 16, 8), 4, False)],
+)
 def test_cpu_attention_is_the_operator_that_a_cpu_runs(shape, kv_heads, mask):
     """Forward and backward by name, sizes and strides, on real CPU tensors and traced."""
 

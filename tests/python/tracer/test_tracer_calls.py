@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that run backwards of their own: each is a pass, in the order in which hooks see it on real tensors; plans of such traces verify."""
+"""Losses that run backwards of their own: each is a pass, in the order in which hooks see it on real tensors; plans of
+such traces verify."""
 
 import json
 
@@ -90,8 +91,11 @@ def order_in(trace):
 def test_passes_are_in_the_order_of_real_tensors(name):
     model = Body()
     loss = LOSSES[name](model)
-    real = order_on_real_tensors(model, (torch.zeros(4, 8),), (lambda y: loss(y).requires_grad_()) if name == "over" else loss)
-    # Occurrences count within a pass there, and over the step here; where an early stop leaves a module is its own (docs/reference/trace-format.md).
+    real = order_on_real_tensors(
+        model, (torch.zeros(4, 8),), (lambda y: loss(y).requires_grad_()) if name == "over" else loss
+    )
+    # Occurrences count within a pass there, and over the step here; where an early stop leaves a module is its own
+    # (docs/reference/trace-format.md).
     assert order_in(traced(name)) == [entry[:3] if entry[0] == "grad_ready" else entry[:2] for entry in real]
 
 
@@ -107,11 +111,20 @@ def test_every_backward_is_whole(name):
 
 
 def test_the_work_is_that_of_the_chunks_together():
-    flops = {name: sum(e[4] for e in events_of(traced(name)) if e[0] == "op" and e[1] in ("aten.mm", "aten.addmm")) for name in ("chunks1", "chunks2", "chunks4")}
+    flops = {
+        name: sum(e[4] for e in events_of(traced(name)) if e[0] == "op" and e[1] in ("aten.mm", "aten.addmm"))
+        for name in ("chunks1", "chunks2", "chunks4")
+    }
     assert len(set(flops.values())) == 1, flops
 
 
-@pytest.mark.parametrize("flags", ["", "--accumulate 2", "--accumulate 2 --no-sync", "--checkpoint layers.* --checkpoint head", "--offload-activations layers.*"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "", "--accumulate 2", "--accumulate 2 --no-sync", "--checkpoint layers.* --checkpoint head",
+        "--offload-activations layers.*",
+    ],
+)
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "over"])
 def test_plans_verify(name, flags, shardplan, tmp_path):
     trace, plan = tmp_path / "t.json", tmp_path / "p.json"
@@ -143,7 +156,9 @@ def test_work_that_goes_through_no_module_is_the_forwards():
 
     trace = trace_module(model, (torch.zeros(4, 8),), loss=loss)
     assert trace["calls"] == [] and len(trace["forwards"]) == len(trace["backwards"]) == 1
-    assert {e[3] for e in trace["forwards"][0]["events"] if e[0] == "+"} <= {"saved", "forward_temp", "output", "loss_saved", "loss_temp"}
+    assert {e[3] for e in trace["forwards"][0]["events"] if e[0] == "+"} <= {
+        "saved", "forward_temp", "output", "loss_saved", "loss_temp",
+    }
 
 
 class Force(Body):

@@ -189,7 +189,10 @@ def test_a_callable_gives_its_own_images(tmp_path, capsys):
 # ---- configs of other kinds ----
 
 _TEXT = {**{k: v for k, v in SMALL["llama"].items() if k != "architectures"}}
-_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}
 _MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
 _LATENT = {
     **_TEXT,
@@ -206,7 +209,10 @@ _LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
-_OWN_TYPE = {**_LATENT, "model_type": "a_type_of_its_own", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "own.Own"}}
+_OWN_TYPE = {
+    **_LATENT, "model_type": "a_type_of_its_own", "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {"AutoConfig": "own.Own"},
+}
 _LLAMA4 = {**_TEXT, "model_type": "llama4_text", "num_local_experts": 4}
 _QWEN = {**_TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE, "bos_token_id": 1, "eos_token_id": 2}
 _SINKS = {**_TEXT, "model_type": "gpt_oss", "num_local_experts": 4}
@@ -218,9 +224,17 @@ OTHER_CONFIGS = {
         ("attention eager", "quantization (mxfp4)"),
         "aten._softmax",
     ),
-    "a type of its own": (_OWN_TYPE, "DeepseekV3ForCausalLM", ('"a_type_of_its_own" is not known', 'of model type "deepseek_v3"'), "aten._grouped_mm"),
+    "a type of its own": (
+        _OWN_TYPE,
+        "DeepseekV3ForCausalLM",
+        ('"a_type_of_its_own" is not known', 'of model type "deepseek_v3"'),
+        "aten._grouped_mm",
+    ),
     "a composite type of its own": (
-        {"model_type": "own_vl", "architectures": ["OwnVLForConditionalGeneration"], "text_config": _OWN_TYPE, "vision_config": _VISION},
+        {
+            "model_type": "own_vl", "architectures": ["OwnVLForConditionalGeneration"], "text_config": _OWN_TYPE,
+            "vision_config": _VISION,
+        },
         "DeepseekV3ForCausalLM",
         ('"own_vl" is not known', "text model alone"),
         "aten._grouped_mm",
@@ -256,7 +270,10 @@ OTHER_CONFIGS = {
 }
 
 
-_LLAMA4_VISION = {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32, "pixel_shuffle_ratio": 0.5, "intermediate_size": 128}
+_LLAMA4_VISION = {
+    "projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32, "pixel_shuffle_ratio": 0.5,
+    "intermediate_size": 128,
+}
 WITH_IMAGES = {
     "llava": OTHER_CONFIGS["composite"][0],
     "llama4": {
@@ -279,26 +296,41 @@ def test_a_multimodal_config_with_images_is_traced_whole(kind, tmp_path, capsys)
     trace = _trace(tmp_path, _config(tmp_path, config), "--batch", "2", "--seq", "32", "--images", "3")
     assert "note" not in capsys.readouterr().err and "3 images a sample" in trace["recorded_with"]
     assert trace["modules"][0]["class_name"] == config["architectures"][0]
-    assert {i["name"]: i["shape"] for i in trace["inputs"]} == {"input_ids": [2, 32], "pixel_values": [6, 3, 28, 28], "labels": [2, 32]}
+    assert {i["name"]: i["shape"] for i in trace["inputs"]} == {
+        "input_ids": [2, 32], "pixel_values": [6, 3, 28, 28], "labels": [2, 32],
+    }
     graded = {trace["parameters"][e[1]]["fqn"] for e in trace["backwards"][0]["events"] if e[0] == "param_grad"}
     assert all(any(part in fqn for fqn in graded) for part in ("language_model.", "vision", "projector"))
     one = _trace(tmp_path, _config(tmp_path, config), "--batch", "2", "--seq", "32", "--images", "1")
-    products = [sum(e[4] for e in _operators(t, "forwards") if "vision" in t["modules"][e[2]]["fqn"]) for t in (trace, one)]
+    products = [
+        sum(e[4] for e in _operators(t, "forwards") if "vision" in t["modules"][e[2]]["fqn"]) for t in (trace, one)
+    ]
     assert products[0] == 3 * products[1] > 0, "of three images, and of one"
 
 
 @pytest.mark.parametrize(
     "config, images, message",
     [
-        (SMALL["llama"], 1, "LlamaForCausalLM of model type \"llama\" is none"),
-        (SMALL["vit"], 1, "ViTForImageClassification of model type \"vit\" is none"),
-        (OTHER_CONFIGS["no class of the text alone"][0], 1, "Qwen2_5_VLForConditionalGeneration does not (give package.module:callable)"),
-        (OTHER_CONFIGS["a composite type of its own"][0], 1, "transformers has neither the model type \"own_vl\" nor a class"),
+        (SMALL["llama"], 1, 'LlamaForCausalLM of model type "llama" is none'),
+        (SMALL["vit"], 1, 'ViTForImageClassification of model type "vit" is none'),
+        (
+            OTHER_CONFIGS["no class of the text alone"][0], 1,
+            "Qwen2_5_VLForConditionalGeneration does not (give package.module:callable)",
+        ),
+        (
+            OTHER_CONFIGS["a composite type of its own"][0], 1,
+            'transformers has neither the model type "own_vl" nor a class',
+        ),
         (WITH_IMAGES["llava"], 9, "--images 9 take 36 tokens of each sample, more than --seq 32"),
     ],
 )
 def test_images_that_a_config_cannot_take_are_a_usage_error(config, images, message, tmp_path, capsys):
-    assert cli.main([_config(tmp_path, config), "-q", "--seq", "32", "--images", str(images), "-o", str(tmp_path / "t.json")]) == 2
+    assert (
+        cli.main(
+            [_config(tmp_path, config), "-q", "--seq", "32", "--images", str(images), "-o", str(tmp_path / "t.json")]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1, error
 
@@ -419,8 +451,14 @@ BAD_CONFIGS = [
     ({"model_type": "llama", "architectures": []}, '"architectures" is []'),
     ({"model_type": "llamma", "architectures": ["LlammaForCausalLM"]}, '"llamma" is not known'),
     ({"model_type": "llama", "architectures": [5]}, '"architectures" is [5]'),
-    ({"model_type": "own", "architectures": ["OwnVL"], "text_config": {"model_type": "llamma"}}, 'nor is model type "llamma" of its "text_config"'),
-    ({"model_type": "own", "architectures": ["OwnVL"], "text_config": {"model_type": ["llama"]}}, 'nor is model type ["llama"] of its "text_config"'),
+    (
+        {"model_type": "own", "architectures": ["OwnVL"], "text_config": {"model_type": "llamma"}},
+        'nor is model type "llamma" of its "text_config"',
+    ),
+    (
+        {"model_type": "own", "architectures": ["OwnVL"], "text_config": {"model_type": ["llama"]}},
+        'nor is model type ["llama"] of its "text_config"',
+    ),
     ("null", "holds null"),
     ({**SMALL["llama"], "num_hidden_layers": -2}, '"num_hidden_layers" is -2; expected at least 1'),
     ({**SMALL["gpt2"], "n_layer": 0}, '"n_layer" is 0; expected at least 1'),
@@ -465,7 +503,11 @@ def test_a_loss_of_configs_is_refused_for_a_callable(capsys, tmp_path):
 @pytest.mark.parametrize(
     "header, slot",
     [
-        ("  virtual ~Hooks() = default;\n  virtual bool isBuilt() const {\n  virtual bool hasPrimaryContext(DeviceIndex i) const = 0;\n", 3),
+        (
+            "  virtual ~Hooks() = default;\n  virtual bool isBuilt() const {\n  virtual bool "
+            "hasPrimaryContext(DeviceIndex i) const = 0;\n",
+            3,
+        ),
         ("  virtual const Device& device(\n  virtual bool hasPrimaryContext(\n", 1),
         ("  virtual bool isBuilt() const {\n", None),
         (None, None),

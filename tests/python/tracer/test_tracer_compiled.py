@@ -24,7 +24,8 @@ ALL = [
     (name, dtype)
     for name in blocks.BLOCKS
     for dtype in ("float32", "bfloat16")
-    if (name, dtype) != ("gelu", "bfloat16")  # the CPU's layer norm keeps its statistics in bfloat16, a device's in float32
+    # The CPU's layer norm keeps its statistics in bfloat16, a device's in float32.
+    if (name, dtype) != ("gelu", "bfloat16")
 ]
 SOME = [case for case in ALL if case[0] in ("gated", "decoder") or case[1] == "float32" and case[0] != "attention"]
 CASES = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else SOME  # the rest: tools/nightly
@@ -56,12 +57,14 @@ def compile_blocks(model, backend, way):
 
 @functools.cache
 def trace_of(name, backend, dtype, way="wrapper", **options):
-    """Of the stack with compiled blocks: shared among tests, not to be changed."""
+    """The trace of the stack with compiled blocks: shared among tests, not to be changed."""
     torch._dynamo.reset()
     model = compile_blocks(blocks.Stack(blocks.BLOCKS[name]), backend, way)
     if way == "options":
         options |= {"compile": ["layers.*"], "compile_backend": backend}
-    return trace_module(model, (torch.zeros(blocks.BATCH, blocks.SEQ, blocks.DIM),), options=Options(dtype=dtype, **options))
+    return trace_module(
+        model, (torch.zeros(blocks.BATCH, blocks.SEQ, blocks.DIM),), options=Options(dtype=dtype, **options)
+    )
 
 
 def module_of(trace, fqn):
@@ -69,10 +72,15 @@ def module_of(trace, fqn):
 
 
 def saved_in_trace(trace, fqn):
-    """Sizes of what is born in the module and saved. Left out: its output, and the random state of attention, which the CPU's kernel has not."""
+    """Sizes of what is born in the module and saved. Left out: its output, and the random state of attention, which the
+    CPU's kernel has not."""
     forward, module = trace["forwards"][0], module_of(trace, fqn)
     outputs = {forward["tensors"][t]["storage"] for e in forward["events"] if e[:2] == ["exit", module] for t in e[2]}
-    return sorted(e[2] for e in forward["events"] if e[0] == "+" and e[3] == "saved" and e[4] == module and e[1] not in outputs and e[2] > 16)
+    return sorted(
+        e[2]
+        for e in forward["events"]
+        if e[0] == "+" and e[3] == "saved" and e[4] == module and e[1] not in outputs and e[2] > 16
+    )
 
 
 def compiled_on_real_tensors(name, backend, dtype):
@@ -89,25 +97,41 @@ def saved_on_real_tensors(name, backend, dtype):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         output = block(x)
     outside = {t.untyped_storage()._cdata for t in (x, output, *block.parameters())}
-    random_state = torch.get_rng_state().numel()  # kept for operators that run again; of a CUDA device it is on the host
-    made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved if (t.dtype, t.numel()) != (torch.uint8, random_state)}
+    # Kept for operators that run again; of a CUDA device it is on the host.
+    random_state = torch.get_rng_state().numel()
+    made = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in saved
+        if (t.dtype, t.numel()) != (torch.uint8, random_state)
+    }
     return sorted(size for storage, size in made.items() if storage not in outside)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_saved_tensors_are_those_of_aot_eager(name, dtype):
-    assert saved_in_trace(trace_of(name, "aot_eager", dtype), "layers.1") == saved_on_real_tensors(name, "aot_eager", dtype)
+    assert saved_in_trace(trace_of(name, "aot_eager", dtype), "layers.1") == saved_on_real_tensors(
+        name, "aot_eager", dtype
+    )
 
 
 @pytest.mark.parametrize(("name", "dtype"), ON_REAL_TENSORS)
 def test_saved_tensors_are_those_of_inductor(name, dtype):
-    assert saved_in_trace(trace_of(name, "inductor", dtype), "layers.1") == saved_on_real_tensors(name, "inductor", dtype)
+    assert saved_in_trace(trace_of(name, "inductor", dtype), "layers.1") == saved_on_real_tensors(
+        name, "inductor", dtype
+    )
 
 
 def test_fewer_tensors_are_saved_than_as_written():
-    compiled, written = (saved_in_trace(trace_of("gated", "inductor", "float32", **options), "layers.1") for options in ({}, {"ignore_compile": True}))
+    compiled, written = (
+        saved_in_trace(trace_of("gated", "inductor", "float32", **options), "layers.1")
+        for options in ({}, {"ignore_compile": True})
+    )
     assert not written  # its operators are in modules below
-    whole = sum(e[2] for e in events_of(trace_of("gated", "inductor", "float32", ignore_compile=True)) if e[0] == "+" and e[3] == "saved")
+    whole = sum(
+        e[2]
+        for e in events_of(trace_of("gated", "inductor", "float32", ignore_compile=True))
+        if e[0] == "+" and e[3] == "saved"
+    )
     assert sum(compiled) < whole / 3
 
 
@@ -132,7 +156,9 @@ def test_however_a_block_is_compiled_the_trace_is_the_same():
 @pytest.mark.parametrize("name", ["decoder", "checkpointed gelu"])
 def test_what_the_trace_says_of_compiled_modules(name):
     trace = trace_of(name, "inductor", "float32")
-    assert [m["fqn"] for m in trace["modules"] if m.get("compiled") == "inductor"] == ["layers.0", "layers.1", "layers.2"]
+    assert [m["fqn"] for m in trace["modules"] if m.get("compiled") == "inductor"] == [
+        "layers.0", "layers.1", "layers.2",
+    ]
     assert not [m["fqn"] for m in trace["modules"] if re.search("_orig_mod|_checkpoint_wrapped_module", m["fqn"])]
     entered = {fqn_of(trace, e[1]) for e in events_of(trace) if e[0] == "enter"}
     assert entered == {"", "first", "layers.0", "layers.1", "layers.2", "last"}
@@ -147,7 +173,8 @@ def test_a_compiler_holds_no_tensor_of_the_step(backend):
 
 @pytest.mark.parametrize("name", ["gated", "gelu", "softmax", "decoder"])
 def test_bytes_are_those_that_inductor_counts(name):
-    """Inductor's own count of what the kernels of a graph read and write. On the CPU it copies some operands of products first."""
+    """Inductor's own count of what the kernels of a graph read and write. On the CPU it copies some operands of
+    products first."""
     trace = trace_of(name, "inductor", "float32")
     module = module_of(trace, "layers.1")
     ours = [sum(e[5] + e[6] for e in p["events"] if e[0] == "op" and e[2] == module) for p in passes(trace)]
@@ -167,7 +194,9 @@ def test_bytes_are_those_that_inductor_counts(name):
 
 def test_a_pattern_that_means_nothing():
     with pytest.raises(TracerError, match="--compile blocks.\\*: no module below the root has that name"):
-        trace_module(blocks.Stack(blocks.Gated), (torch.zeros(1, 2, blocks.DIM),), options=Options(compile=["blocks.*"]))
+        trace_module(
+            blocks.Stack(blocks.Gated), (torch.zeros(1, 2, blocks.DIM),), options=Options(compile=["blocks.*"])
+        )
 
 
 # ---- what is made of such a trace ----
@@ -194,7 +223,10 @@ def test_a_plan_verifies_and_is_simulated(written):
     run_command(folder, "plan", "t.json", "--cluster", "h100_sxm_8", "--unit", "layers.*", "-o", "p.json")
     run_command(folder, "validate", "p.json")
     run_command(folder, "simulate", "p.json")
-    run_command(folder, "plan", "t.json", "--cluster", "h100_sxm_8", "--unit", "layers.*", "--checkpoint", "layers.*", "-o", "c.json")
+    run_command(
+        folder, "plan", "t.json", "--cluster", "h100_sxm_8", "--unit", "layers.*", "--checkpoint", "layers.*", "-o",
+        "c.json",
+    )
     run_command(folder, "validate", "c.json")
 
 

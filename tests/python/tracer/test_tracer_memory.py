@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tracer's figures: FLOPs against torch's counter, bytes against closed forms, storages against what real tensors do."""
+"""The tracer's figures: FLOPs against torch's counter, bytes against closed forms, storages against what real tensors
+do."""
 
 import sys
 
@@ -156,7 +157,8 @@ def test_bytes_count_what_an_operator_touches():
 _CHANGING = ("add", "add_", "index_put", "_index_put_impl_", "index_put_")
 
 
-# The reference has identities on module inputs, which regroup the sums of "twice_inside"; RMSNorm is not fused on the CPU.
+# The reference has identities on module inputs, which regroup the sums of "twice_inside"; RMSNorm is not fused on the
+# CPU.
 @pytest.mark.parametrize(
     "name", [name for name in CASES if name not in ("in_place", "llama", "llama_tied", "twice_inside")]
 )
@@ -208,7 +210,8 @@ def test_a_gradient_that_someone_else_holds_is_summed_out_of_place():
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "branchy"])
 def test_storages_are_those_of_the_model_without_functions_on_module_inputs(name):
-    """Births and frees in order, with and without. (In "branchy" a parameter is a module's input: its gradient is then later with them.)"""
+    """Births and frees in order, with and without. (In "branchy" a parameter is a module's input: its gradient is then
+    later with them.)"""
 
     def stream(**options):
         size, log = {}, []
@@ -226,7 +229,9 @@ def test_storages_are_those_of_the_model_without_functions_on_module_inputs(name
 def test_moments_fall_between_the_sums_of_the_recording_without_them():
     backward = trace_case("twice_inside")["backwards"][0]["events"]
     order = [
-        e[1] if e[0] == "op" else e[0] for e in backward if e[0] == "inputs_done" or e[0] == "op" and e[1] in ("aten.add", "aten.add_")
+        e[1] if e[0] == "op" else e[0]
+        for e in backward
+        if e[0] == "inputs_done" or e[0] == "op" and e[1] in ("aten.add", "aten.add_")
     ]
     assert order.count("inputs_done") == 4 and order.count("aten.add") + order.count("aten.add_") == 2
     assert order[-2:] == [

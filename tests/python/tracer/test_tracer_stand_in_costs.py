@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the shipped stand-ins: their FLOPs next to plain implementations of transformers, their classes, and the time that the simulator gives them."""
+"""Kernels of the shipped stand-ins: their FLOPs next to plain implementations of transformers, their classes, and the
+time that the simulator gives them."""
 
 import importlib
 import json
@@ -51,26 +52,34 @@ def _reference(model: str, function: str):
 
 def _products(keys=0, values=0, states=0, squares=0) -> int:
     """Products of a chunk of the delta rule, over all chunks and heads."""
-    inner = keys * CHUNK * CHUNK * KEY + values * CHUNK * CHUNK * VALUE + states * CHUNK * KEY * VALUE + squares * CHUNK**3
+    inner = (
+        keys * CHUNK * CHUNK * KEY + values * CHUNK * CHUNK * VALUE + states * CHUNK * KEY * VALUE + squares * CHUNK**3
+    )
     return 2 * BATCH * CHUNKS * HEADS * inner
 
 
-# The kernels invert a chunk's triangle by 16 products of its blocks of 16 x 16, a quarter of one product of two such triangles as squares.
+# The kernels invert a chunk's triangle by 16 products of its blocks of 16 x 16, a quarter of one product of two such
+# triangles as squares.
 _SOLVE = _products(squares=1) // 4
 
 
 def _delta_tensors(gate):
     by_head = (BATCH, LENGTH, HEADS)
-    return {"q": ((*by_head, KEY), H), "k": ((*by_head, KEY), H), "v": ((*by_head, VALUE), H), "g": ((*by_head, *gate), F), "beta": (by_head, H)}
+    return {
+        "q": ((*by_head, KEY), H), "k": ((*by_head, KEY), H), "v": ((*by_head, VALUE), H), "g": ((*by_head, *gate), F),
+        "beta": (by_head, H),
+    }
 
 
 def test_the_gated_delta_rule_computes_the_products_of_a_plain_one(monkeypatch):
-    """The kernels invert a chunk's triangle by products; the plain one sums up rows, which the counter does not see, and no more does it see their backward:
-    two squares. The kernels' backward computes w, u, the states and two matrices of scores again. The plain one leaves out what leads to the first state
-    and comes from the last: two products with a state each, in one chunk of them."""
+    """The kernels invert a chunk's triangle by products; the plain one sums up rows, which the counter does not see,
+    and no more does it see their backward: two squares. The kernels' backward computes w, u, the states and two
+    matrices of scores again. The plain one leaves out what leads to the first state and comes from the last: two
+    products with a state each, in one chunk of them."""
     tensors = _delta_tensors(())
     reference = _reference("qwen3_next", "torch_chunk_gated_delta_rule")
-    monkeypatch.setattr(sys.modules[reference.__module__], "is_torchdynamo_exporting", lambda: True)  # by rows, not by a solver
+    # By rows, not by a solver.
+    monkeypatch.setattr(sys.modules[reference.__module__], "is_torchdynamo_exporting", lambda: True)
     forward, backward = _counted(reference, tensors)
     _, first, second = _traced("fla.ops.gated_delta_rule.chunk_gated_delta_rule", tensors, {})
     assert _flops(first) == forward + _SOLVE
@@ -79,7 +88,8 @@ def test_the_gated_delta_rule_computes_the_products_of_a_plain_one(monkeypatch):
 
 
 def test_kimi_delta_attention_computes_the_products_of_a_plain_one():
-    """As above; the plain one sums up its scores elementwise, two products with the keys and four in the backward."""
+    """The same as above; the plain one sums up its scores elementwise, two products with the keys and four in the
+    backward."""
     tensors = _delta_tensors((KEY,))
     forward, backward = _counted(_reference("kimi_linear", "chunk_kimi_delta_attention"), tensors)
     _, first, second = _traced("fla.ops.kda.chunk_kda", tensors, {})
@@ -89,24 +99,30 @@ def test_kimi_delta_attention_computes_the_products_of_a_plain_one():
 
 
 def test_the_chunked_scan_computes_the_products_of_a_plain_one():
-    """The kernels pass states from chunk to chunk in one pass, where the plain one has a product over all pairs of chunks. In the backward they compute
-    states, scores, and the product behind the gradient of the decays."""
+    """The kernels pass states from chunk to chunk in one pass, where the plain one has a product over all pairs of
+    chunks. In the backward they compute states, scores, and the product behind the gradient of the decays."""
     tensors = {"x": ((BATCH, LENGTH, HEADS, KEY), H), "dt": ((BATCH, LENGTH, HEADS), H), "A": ((HEADS,), F)}
     tensors |= {name: ((BATCH, LENGTH, GROUPS, STATES), H) for name in ("B", "C")}
     tensors |= {"D": ((HEADS,), H), "dt_bias": ((HEADS,), H)}
     options = {"chunk_size": CHUNK, "dt_softplus": True}
     reference = _reference("mamba2", "mamba2_chunk_scan")
-    forward, backward = _counted(lambda x, dt, A, B, C, D, bias: reference(x, dt, A, B, C, CHUNK, D, bias, dt_softplus=True), tensors)
+    forward, backward = _counted(
+        lambda x, dt, A, B, C, D, bias: reference(x, dt, A, B, C, CHUNK, D, bias, dt_softplus=True), tensors
+    )
     _, first, second = _traced("mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined", tensors, options)
     pairs = 2 * BATCH * (CHUNKS + 1) ** 2 * HEADS * KEY * STATES
-    states, scores, values = (2 * BATCH * CHUNKS * n for n in (HEADS * CHUNK * KEY * STATES, GROUPS * CHUNK * CHUNK * STATES, HEADS * CHUNK * CHUNK * KEY))
+    states, scores, values = (
+        2 * BATCH * CHUNKS * n
+        for n in (HEADS * CHUNK * KEY * STATES, GROUPS * CHUNK * CHUNK * STATES, HEADS * CHUNK * CHUNK * KEY)
+    )
     assert _flops(first) == forward - pairs
     assert _flops(second) == backward - 2 * pairs + states + scores + values
 
 
 # ---- classes and times ----
 
-# Of every kernel with FLOPs: does it multiply matrices, and of which dtype? KDA's scores are products in float32 (chunk_intra.py).
+# Kernels with FLOPs: does each multiply matrices, and of which dtype? KDA's scores are products in float32
+# (chunk_intra.py).
 KERNELS = {
     "causal_conv1d.causal_conv1d_fwd": ("other", "float32"),
     "causal_conv1d.causal_conv1d_bwd": ("other", "float32"),
@@ -138,7 +154,7 @@ KERNELS = {
     "fla.chunk_kda_bwd_wy_dqkg_fused": ("matmul", "bfloat16"),
     "fla.chunk_kda_bwd_intra": ("matmul", "float32"),
 }
-# Of those without: the norms are norms, the others only move bytes.
+# Kernels without FLOPs: the norms are norms, the others only move bytes.
 NORMS = {"fla.l2norm_fwd", "fla.l2norm_bwd", "mamba_ssm.layer_norm_gated_fwd", "mamba_ssm.layer_norm_gated_bwd"}
 
 RATES = {"matmul": {"bfloat16": 10**11, "float32": 10**10}, "vector": 10**8, "memory": 10**9}
@@ -146,8 +162,15 @@ RATES = {"matmul": {"bfloat16": 10**11, "float32": 10**10}, "vector": 10**8, "me
 
 def _cluster(path):
     rates = [{"dtype": dtype, "flops_per_second": rate} for dtype, rate in RATES["matmul"].items()]
-    device = {"name": "plain", "memory_bytes": 1 << 40, "memory_bytes_per_second": RATES["memory"], "vector_flops_per_second": RATES["vector"]}
-    path.write_text(json.dumps({"schema": "shardplan.cluster/1", "name": "plain", "ranks": 1, "device": {**device, "matmul": rates}}))
+    device = {
+        "name": "plain", "memory_bytes": 1 << 40, "memory_bytes_per_second": RATES["memory"],
+        "vector_flops_per_second": RATES["vector"],
+    }
+    path.write_text(
+        json.dumps(
+            {"schema": "shardplan.cluster/1", "name": "plain", "ranks": 1, "device": {**device, "matmul": rates}}
+        )
+    )
 
 
 def _duration(event, kind) -> int:
@@ -173,14 +196,26 @@ def test_the_simulator_times_each_kernel_by_its_class(kind, tmp_path):
         for event in _operators(trace, f"{phase}s"):
             of = _profiled_as(event[1])
             if not event[1].startswith("aten."):
-                assert (of, event[3]) == (KERNELS[event[1]] if event[4] else ("normalization" if event[1] in NORMS else "other", event[3])), event[1]
+                assert (of, event[3]) == (
+                    KERNELS[event[1]] if event[4] else ("normalization" if event[1] in NORMS else "other", event[3])
+                ), event[1]
             count, busy = expected.get((phase, of), (0, 0))
             expected[phase, of] = count + 1, busy + _duration(event, of)
     (tmp_path / "trace.json").write_text(json.dumps(trace))
     _cluster(tmp_path / "cluster.json")
     program = build_folder() / "bin" / "shardplan"
-    subprocess.run([program, "plan", "trace.json", "--cluster", "cluster.json", "-q", "-o", "plan.json"], cwd=tmp_path, check=True)
-    subprocess.run([program, "simulate", "plan.json", "--report", "report.json", "-q"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
-    simulated = {(o["phase"], o["kind"]): (o["count"], o["busy_ns"]) for o in json.loads((tmp_path / "report.json").read_text())["operators"]}
+    subprocess.run(
+        [program, "plan", "trace.json", "--cluster", "cluster.json", "-q", "-o", "plan.json"], cwd=tmp_path, check=True
+    )
+    subprocess.run(
+        [program, "simulate", "plan.json", "--report", "report.json", "-q"],
+        cwd=tmp_path,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    simulated = {
+        (o["phase"], o["kind"]): (o["count"], o["busy_ns"])
+        for o in json.loads((tmp_path / "report.json").read_text())["operators"]
+    }
     of_kernels = {key: value for key, value in expected.items() if key[1] in ("matmul", "normalization", "other")}
     assert of_kernels == {key: value for key, value in simulated.items() if key in of_kernels}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models as users have them: builders written for a GPU, values that are read, recurrent layers, mixtures of experts."""
+"""Models as users have them: builders written for a GPU, values that are read, recurrent layers, mixtures of
+experts."""
 
 import json
 import sys
@@ -39,7 +40,8 @@ def but_for_source(document, *more):
 # ---- builders ----
 
 SAME = (
-    "to_cuda to_device_0 to_another_device cuda cuda_inputs to_cpu on_the_cpu on_meta to_empty where_there_is_one compiled filled reads_and_moves deepcopied"
+    "to_cuda to_device_0 to_another_device cuda cuda_inputs to_cpu on_the_cpu on_meta to_empty where_there_is_one "
+    "compiled filled reads_and_moves deepcopied"
 ).split()
 
 
@@ -73,12 +75,15 @@ def test_a_transformers_model_is_built_moved_and_cast_by_the_user(name, tmp_path
     made = trace(tmp_path, name)
     assert made["compute_dtype"] == "bfloat16" and made["backwards"]
     operators = {event[1] for event in made["forwards"][0]["events"] if event[0] == "op"}
-    assert "aten._scaled_dot_product_flash_attention" in operators, "on a GPU transformers makes no mask for sequences without padding"
+    assert "aten._scaled_dot_product_flash_attention" in operators, (
+        "on a GPU transformers makes no mask for sequences without padding"
+    )
     assert "aten._scaled_dot_product_efficient_attention" not in operators
 
 
 def test_a_copy_of_a_module_has_the_operators_of_the_module(tmp_path):
-    """A copy that came with a fake mode of its own had its tensors converted by ours: a transposed weight was memory of its own."""
+    """A copy that came with a fake mode of its own had its tensors converted by ours: a transposed weight was memory of
+    its own."""
     made = trace(tmp_path, "trains_a_copy")
     assert [p.get("requires_grad", True) for p in made["parameters"]] == [False, False, True, True]
     found = [event[1] for event in made["forwards"][0]["events"] if event[0] == "op"]
@@ -86,10 +91,13 @@ def test_a_copy_of_a_module_has_the_operators_of_the_module(tmp_path):
 
 
 def test_a_peft_model_with_modules_to_save_is_traced_by_the_command(shardplan, tmp_path):
-    """Copied modes free their references to storages a second time, some when the interpreter ends: in a process of its own."""
+    """Copied modes free their references to storages a second time, some when the interpreter ends: in a process of its
+    own."""
     pytest.importorskip("peft")
     path = tmp_path / "t.json"
-    made = shardplan("trace", "tracer_user_code:lora_with_modules_to_save", "--seq", "8", "--loss", "sum", "-q", "-o", path, cwd=HERE)
+    made = shardplan(
+        "trace", "tracer_user_code:lora_with_modules_to_save", "--seq", "8", "--loss", "sum", "-q", "-o", path, cwd=HERE
+    )
     assert made.returncode == 0, made.stderr
     trained = {p["fqn"] for p in json.loads(path.read_text())["parameters"] if p.get("requires_grad", True)}
     assert "base_model.model.lm_head.modules_to_save.default.weight" in trained
@@ -135,7 +143,9 @@ def test_what_no_answer_helps_says_so(capsys, tmp_path):
 def test_a_failure_of_the_model_names_module_and_line(capsys, tmp_path):
     code = cli.main(["tracer_models:failing", "-q", "-o", str(tmp_path / "t.json")])
     error = capsys.readouterr().err
-    assert code == 3 and "heads do not divide the width" in error and "tracer_models.py:" in error and "`raise " in error
+    assert (
+        code == 3 and "heads do not divide the width" in error and "tracer_models.py:" in error and "`raise " in error
+    )
 
 
 def names(made, kind="forwards"):
@@ -146,7 +156,9 @@ def test_an_answer_chooses_the_branch(tmp_path):
     taken, other = (trace(tmp_path, "item", "--answer", f"inner={value}") for value in (1, 0))
     assert names(taken).count("aten.mul") == 1 and "aten.mul" not in names(other)
     assert names(trace(tmp_path, "condition", "--answer", "inner=true")).count("aten.mul") == 1
-    assert but_for_source(trace(tmp_path, "item", "--answer", "(root)=1")) == but_for_source(taken), "and those below it"
+    assert but_for_source(trace(tmp_path, "item", "--answer", "(root)=1")) == but_for_source(taken), (
+        "and those below it"
+    )
 
 
 @pytest.mark.parametrize("name", ["mask", "found"])
@@ -264,5 +276,7 @@ def test_experts_trace_alike_in_every_dtype(name, tmp_path):
 
     for kind in ("forwards", "backwards"):
         assert products(single, kind) and products(single, kind) == products(half, kind)
-    saved = [sum(e[2] for e in made["forwards"][0]["events"] if e[0] == "+" and e[3] == "saved") for made in (single, half)]
+    saved = [
+        sum(e[2] for e in made["forwards"][0]["events"] if e[0] == "+" and e[3] == "saved") for made in (single, half)
+    ]
     assert saved[0] > saved[1]

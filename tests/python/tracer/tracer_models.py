@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models that the tracer's tests record. Each builder takes no argument or batch and seq, as SOURCE callables do."""
+"""Small models that the tracer's tests record. Each builder takes no argument or batch and seq, as SOURCE callables
+do."""
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder with grouped key/value heads, rotary tables as buffers, and possibly tied embeddings or checkpointed blocks."""
+    """A decoder with grouped key/value heads, rotary tables as buffers, and possibly tied embeddings or checkpointed
+    blocks."""
 
     def __init__(
         self,

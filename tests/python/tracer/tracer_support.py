@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tracer's tests share: cases, walks over a trace, and the order that hooks see on real tensors."""
+"""Shared by the tracer's tests: cases, walks over a trace, and the order that hooks see on real tensors."""
 
 import functools
 import sys
@@ -70,7 +70,7 @@ def saved_in(trace, prefix):
 
 
 def order_on_real_tensors(module, args, loss):
-    """What hooks on the unsharded model see on the CPU, where FSDP2 places its own."""
+    """The order that hooks on the unsharded model see on the CPU, at the places of FSDP2's."""
     names, log, calls, open_calls = {}, [], {}, {}
     for fqn, child in module.named_modules():
         names[child] = fqn

@@ -54,7 +54,8 @@ def deepcopied():
 
 
 class TrainsACopy(nn.Module):
-    """As peft's modules_to_save: the module that trains is a copy of the one that stays frozen. Each forward makes another, which it drops."""
+    """The module that trains is a copy of the one that stays frozen, as with peft's modules_to_save. Each forward makes
+    another, which it drops."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +78,9 @@ def lora_with_modules_to_save():
     import peft
     import transformers
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+    }
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=2)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
@@ -137,7 +140,9 @@ def reads_and_moves():
 def from_config():
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=1, vocab_size=128)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=1, vocab_size=128
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return model.to_empty(device="cuda").to(torch.bfloat16)
@@ -150,7 +155,8 @@ def from_pretrained():
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=1, vocab_size=128, architectures=["LlamaForCausalLM"]
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=1, vocab_size=128,
+        architectures=["LlamaForCausalLM"],
     )
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -247,7 +253,11 @@ def labels_said_to_be_on_the_cpu():
 
 
 def labels_compared():
-    return nn.Linear(8, 5), (torch.zeros(4, 8),), lambda out: ((out - torch.rand(4, 5)) * torch.tensor(0.5)).square().mean()
+    return (
+        nn.Linear(8, 5),
+        (torch.zeros(4, 8),),
+        lambda out: ((out - torch.rand(4, 5)) * torch.tensor(0.5)).square().mean(),
+    )
 
 
 def stand_in():

@@ -15,8 +15,7 @@
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/pytorch_rules.h"
-#include "tests/schemas/json_schema/instruction_table.h"
-#include "tests/schemas/json_schema/pytorch_rules_table.h"
+#include "tests/schemas/json_schema/page_tables.h"
 
 namespace shardplan {
 namespace {
@@ -42,18 +41,13 @@ TEST(JsonSchema, ThereIsNoOtherFile) {
 
 TEST(JsonSchema, EveryFieldAndTypeSaysWhatItIs) { EXPECT_THAT(FieldsWithoutWords(), testing::IsEmpty()); }
 
-TEST(JsonSchema, TheTableOfInstructionsIsTheInstructionSet) {
-  const std::string path = std::string(SHARDPLAN_SOURCE_DIR) + "/docs/reference/plan-format.md";
-  const Result<std::string> page = ReadFile(path);
-  ASSERT_TRUE(page.has_value()) << ToString(page.error());
-  EXPECT_EQ(*page, WithInstructionTable(*page)) << path << " is not up to date: run dev/update_schemas";
-}
-
-TEST(PyTorchRules, ThePageHasThem) {
-  const std::string path = SHARDPLAN_SOURCE_DIR "/docs/reference/pytorch-versions.md";
-  const Result<std::string> page = ReadFile(path);
-  ASSERT_TRUE(page) << ToString(page.error());
-  EXPECT_EQ(*page, WithPyTorchRulesTable(*page)) << path << " is not up to date: run dev/update_schemas";
+TEST(JsonSchema, TheTablesOfPagesAreThoseOfTheSources) {
+  for (const PageTable& table : PageTables()) {
+    const std::string path = SHARDPLAN_SOURCE_DIR "/docs/reference/" + table.page;
+    const Result<std::string> page = ReadFile(path);
+    ASSERT_TRUE(page.has_value()) << ToString(page.error());
+    EXPECT_EQ(*page, table.with(*page)) << path << " is not up to date: run dev/update_schemas";
+  }
 }
 
 // All source text below a folder.

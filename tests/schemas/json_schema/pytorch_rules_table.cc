@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/schemas/json_schema/pytorch_rules_table.h"
-
 #include <fmt/format.h>
 
 #include "shardplan/schemas/pytorch_rules.h"
-#include "tests/schemas/json_schema/page_table.h"
+#include "tests/schemas/json_schema/page_tables.h"
 
 namespace shardplan {
 

@@ -9,6 +9,7 @@
 
 #include "commands/commands.h"
 #include "flags/file_flag.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/printable.h"
@@ -60,16 +61,22 @@ Result<std::vector<UnitWork>> WorkOfUnits(const Plan& plan) {
     UnitWork& work = works[static_cast<std::size_t>(i.unit)];
     const Nanoseconds duration = step.code[c].duration_ns;
     const Unit& unit = plan.units[static_cast<std::size_t>(i.unit)];
-    if (i.kind == InstructionKind::kAllGather) {
-      const bool of_part = i.communicator == unit.post_forward_communicator && i.communicator >= 0;
-      (of_part ? work.part_ns : work.gather_ns) += duration;
-      ++(of_part ? work.parts : work.gathers);
-    } else if (i.kind == InstructionKind::kReduceScatter) {
-      work.reduce_ns += duration;
-      ++work.reductions;
-    } else if (i.kind == InstructionKind::kAllReduce) {
-      work.all_reduce_ns += duration;
-      ++work.all_reductions;
+    if (!IsCollective(i.kind)) continue;
+    switch (*DescriptionOf(i.kind).collective) {
+      case CollectiveKind::kAllGather: {
+        const bool of_part = i.communicator == unit.post_forward_communicator && i.communicator >= 0;
+        (of_part ? work.part_ns : work.gather_ns) += duration;
+        ++(of_part ? work.parts : work.gathers);
+        break;
+      }
+      case CollectiveKind::kReduceScatter:
+        work.reduce_ns += duration;
+        ++work.reductions;
+        break;
+      case CollectiveKind::kAllReduce:
+        work.all_reduce_ns += duration;
+        ++work.all_reductions;
+        break;
     }
   }
   for (std::size_t u = 0; u < works.size(); ++u) {

@@ -17,6 +17,9 @@ class FlagGroup {
  public:
   FlagGroup(CLI::App& command, std::string name) : command_(command), name_(std::move(name)) {}
 
+  // The group of the flags that are rarely set. --help leaves it out and says so, --help-all has it.
+  FlagGroup Rare();
+
   template <typename T>
   CLI::Option* Option(const std::string& flag, T& value, const std::string& help) {
     return command_.add_option(flag, value, help)->group(name_);

@@ -39,31 +39,31 @@ Status ApplyPrecision(const Fsdp1Flags& flags, Strategy& strategy) {
 }  // namespace
 
 void AddFsdp1Flags(FlagGroup& group, Fsdp1Flags& flags) {
+  FlagGroup rare = group.Rare();
   group.Option("--ignore-module", flags.ignored_modules,
                "fsdp1: modules that are left alone (rules as for --unit)");
   group
       .Option("--size-based-wrap", flags.size_based_wrap,
               "fsdp1: size_based_auto_wrap_policy with this min_num_params")
       ->check(CLI::NonNegativeNumber);
-  group.Option("--force-leaf", flags.force_leaf, "... classes below which nothing is wrapped");
-  group.Option("--exclude-wrap", flags.exclude_wrap, "... classes that are not wrapped themselves");
+  rare.Option("--force-leaf", flags.force_leaf, "... classes below which nothing is wrapped");
+  rare.Option("--exclude-wrap", flags.exclude_wrap, "... classes that are not wrapped themselves");
   group.Option("--comm-hook", flags.comm_hook,
                "fsdp1: allreduce_hook, reduce_scatter_hook, fp16_compress_hook or bf16_compress_hook");
-  group
-      .Option("--predivide-factor", flags.predivide_factor,
+  rare.Option("--predivide-factor", flags.predivide_factor,
               "fsdp1: what gradients are divided by before reduction")
       ->check(CLI::PositiveNumber);
-  group.Option("--postdivide-factor", flags.postdivide_factor, "fsdp1: ... and after")
+  rare.Option("--postdivide-factor", flags.postdivide_factor, "fsdp1: ... and after")
       ->check(CLI::PositiveNumber);
   group.Option("--buffer-dtype", flags.buffer_dtype, "fsdp1: dtype of the model's floating-point buffers");
-  group.Flag("--keep-low-precision-grads", flags.keep_low_precision_grads,
-             "fsdp1: gradient shards stay in the low precision");
-  group.Flag("--full-precision-in-eval", flags.full_precision_in_eval,
-             "fsdp1: forwards in evaluation mode gather the original dtype");
-  group.Flag("--validate-order", flags.validate_execution_order,
-             "fsdp1: all ranks compare the order of units in the first iteration");
-  group.Flag("--optimizer-in-backward", flags.optimizer_in_backward,
-             "A parameter is stepped as soon as its gradient is reduced");
+  rare.Flag("--keep-low-precision-grads", flags.keep_low_precision_grads,
+            "fsdp1: gradient shards stay in the low precision");
+  rare.Flag("--full-precision-in-eval", flags.full_precision_in_eval,
+            "fsdp1: forwards in evaluation mode gather the original dtype");
+  rare.Flag("--validate-order", flags.validate_execution_order,
+            "fsdp1: all ranks compare the order of units in the first iteration");
+  rare.Flag("--optimizer-in-backward", flags.optimizer_in_backward,
+            "A parameter is stepped as soon as its gradient is reduced");
 }
 
 Status ApplyFsdp1Flags(const Fsdp1Flags& flags, Strategy& strategy) {

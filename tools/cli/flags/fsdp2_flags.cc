@@ -21,45 +21,43 @@ Result<ShardDimRule> ToShardDim(const std::string& text) {
 }  // namespace
 
 void AddFsdp2Flags(FlagGroup& group, Fsdp2Flags& flags) {
-  group.Option(
+  FlagGroup rare = group.Rare();
+  rare.Option(
       "--shard-over", flags.shard_over,
       "fsdp2: the mesh dimensions that FSDP shards over, flattened into one (default: the one named shard)");
-  group.Option("--replicate-over", flags.replicate_over,
-               "fsdp2: the mesh dimensions of replicas (default: the one named replicate)");
-  group.Option("--shard-dim", flags.shard_dims,
-               "fsdp2: PARAMETER=DIM, the dimension that these parameters are cut along");
+  rare.Option("--replicate-over", flags.replicate_over,
+              "fsdp2: the mesh dimensions of replicas (default: the one named replicate)");
+  rare.Option("--shard-dim", flags.shard_dims,
+              "fsdp2: PARAMETER=DIM, the dimension that these parameters are cut along");
   group.Option("--ignore", flags.ignored_parameters, "Parameters that FSDP leaves alone, by FQN");
   group.Flag("--cpu-offload", flags.cpu_offload, "Shards live in host memory");
-  group.Flag("--no-pin-memory", flags.no_pin_memory, "... that is not pinned");
-  group
-      .Option("--gradient-divide-factor", flags.gradient_divide_factor,
+  rare.Flag("--no-pin-memory", flags.no_pin_memory, "... that is not pinned");
+  rare.Option("--gradient-divide-factor", flags.gradient_divide_factor,
               "fsdp2: what gradients are divided by (default: the ranks)")
       ->check(CLI::PositiveNumber);
-  group.Flag("--force-sum-reduction", flags.force_sum_reduction, "fsdp2: reductions are sums, divided apart");
-  group.Flag("--unshard-async-op", flags.unshard_async_op,
-             "fsdp2: asynchronous all-gathers, on the process group's own stream");
+  rare.Flag("--force-sum-reduction", flags.force_sum_reduction, "fsdp2: reductions are sums, divided apart");
+  rare.Flag("--unshard-async-op", flags.unshard_async_op,
+            "fsdp2: asynchronous all-gathers, on the process group's own stream");
   group.Flag("--separate-reduce-scatter", flags.separate_reduce_scatter,
              "fsdp2: reduce-scatters have a communicator of their own");
-  group
-      .Option("--reduce-scatter-inputs", flags.reduce_scatter_inputs,
+  rare.Option("--reduce-scatter-inputs", flags.reduce_scatter_inputs,
               "fsdp2: reduce-scatter inputs in flight (default 1)")
       ->check(CLI::Range(1, 1000));
-  group.Flag("--process-group-memory", flags.process_group_memory,
-             "fsdp2: collectives' buffers from the communicator's own memory pool");
-  group.Flag("--post-optim-event", flags.post_optim_event,
-             "fsdp2: all-gathers wait for the optimizer's step alone");
-  group.Flag(
+  rare.Flag("--process-group-memory", flags.process_group_memory,
+            "fsdp2: collectives' buffers from the communicator's own memory pool");
+  rare.Flag("--post-optim-event", flags.post_optim_event,
+            "fsdp2: all-gathers wait for the optimizer's step alone");
+  rare.Flag(
       "--part-after-backward", flags.part_after_backward,
       "fsdp2: units that set_reshard_after_backward(False) leaves stay on their smaller mesh, not whole");
-  group
-      .Option("--inner-reduce-ranks", flags.inner_reduce_ranks,
+  rare.Option("--inner-reduce-ranks", flags.inner_reduce_ranks,
               "fsdp2: gradients are reduced over so many neighbouring ranks first, then between these groups")
       ->check(CLI::PositiveNumber);
-  group.Option("--all-reduce-hook", flags.all_reduce_hook,
-               "fsdp2: a hook that averages reduced gradients over this mesh dimension");
+  rare.Option("--all-reduce-hook", flags.all_reduce_hook,
+              "fsdp2: a hook that averages reduced gradients over this mesh dimension");
   group.Flag("--no-root", flags.no_root, "fsdp2: fully_shard is not called on the root");
-  group.Flag("--share-comm-context", flags.share_comm_context,
-             "fsdp2: with --no-root, the units given by --unit share one communication context");
+  rare.Flag("--share-comm-context", flags.share_comm_context,
+            "fsdp2: with --no-root, the units given by --unit share one communication context");
 }
 
 Status ApplyFsdp2Flags(const Fsdp2Flags& flags, Strategy& strategy) {

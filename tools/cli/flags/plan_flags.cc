@@ -15,6 +15,7 @@
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/printable.h"
 #include "shardplan/schemas/program.h"
 #include "shardplan/schemas/pytorch_rules.h"
@@ -108,44 +109,30 @@ Status ApplySharding(const std::optional<std::string>& text, Strategy& strategy)
 
 Status ApplyOptimizer(const std::optional<std::string>& text, Strategy& strategy) {
   if (!text) return {};
-  static constexpr std::pair<std::string_view, OptimizerKind> kKinds[] = {
-      {"adamw", OptimizerKind::kAdamW}, {"adam", OptimizerKind::kAdam},
-      {"sgd", OptimizerKind::kSgd},     {"sgdm", OptimizerKind::kSgd},
-      {"none", OptimizerKind::kNone},   {"adafactor", OptimizerKind::kAdafactor},
-  };
-  static constexpr std::pair<std::string_view, OptimizerImplementation> kImplementations[] = {
-      {"foreach", OptimizerImplementation::kForeach},
-      {"fused", OptimizerImplementation::kFused},
-      {"forloop", OptimizerImplementation::kForLoop},
-  };
-  static constexpr std::pair<std::string_view, bool Optimizer::*> kArguments[] = {
-      {"nesterov", &Optimizer::nesterov}, {"decay", &Optimizer::weight_decay},
-      {"amsgrad", &Optimizer::amsgrad},   {"capturable", &Optimizer::capturable},
-      {"maximize", &Optimizer::maximize},
-  };
   const auto bad = [&] {
     return BadFlag(
         "--optimizer", *text,
         "adamw, adam, sgd, sgdm, adafactor or none; then perhaps -foreach, -fused or -forloop, and "
         "-nesterov, -decay, -amsgrad, -capturable, -maximize");
   };
-  const auto find = [](const auto& table, std::string_view word) {
-    return std::ranges::find(table, word, [](const auto& entry) { return entry.first; });
-  };
   std::size_t dash = text->find('-');
-  const std::string kind = text->substr(0, dash);
-  const auto* of_kind = find(kKinds, kind);
-  if (of_kind == std::end(kKinds)) return bad();
-  Optimizer optimizer{.kind = of_kind->second};
-  optimizer.momentum = kind == "sgdm";
+  std::string kind = text->substr(0, dash);
+  const bool momentum = kind == "sgdm";
+  if (momentum) kind = "sgd";
+  const auto* is = std::ranges::find(kOptimizers, kind, &OptimizerDescription::name);
+  if (is == kOptimizers.end()) return bad();
+  Optimizer optimizer{.kind = is->kind, .momentum = momentum};
   while (dash != std::string::npos) {
     const std::size_t next = text->find('-', dash + 1);
     const std::string word = text->substr(dash + 1, next == std::string::npos ? next : next - dash - 1);
     dash = next;
-    if (const auto* how = find(kImplementations, word); how != std::end(kImplementations)) {
-      optimizer.implementation = how->second;
-    } else if (const auto* argument = find(kArguments, word); argument != std::end(kArguments)) {
-      optimizer.*argument->second = true;
+    using optimizers::kArguments, optimizers::kImplementations;
+    if (const auto* how = std::ranges::find(kImplementations, word, &optimizers::Implementation::flag);
+        how != kImplementations.end()) {
+      optimizer.implementation = how->implementation;
+    } else if (const auto* argument = std::ranges::find(kArguments, word, &OptimizerArgument::flag);
+               argument != kArguments.end() && !word.empty()) {
+      optimizer.*argument->argument = true;
     } else {
       return bad();
     }

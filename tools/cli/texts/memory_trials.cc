@@ -8,6 +8,7 @@
 
 #include "shardplan/planner/planner.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/policy_knobs.h"
 #include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/memory_profile.h"
@@ -36,7 +37,7 @@ std::vector<Candidate> CommonChanges(const Plan& plan) {
     if (!rule.modules.empty()) add("checkpoint every unit but the root").checkpoint = rule;
   }
   add("cpu_offload: true").cpu_offload = true;
-  if (plan.strategy.optimizer.kind != OptimizerKind::kAdafactor) {
+  if (DescriptionOf(plan.strategy.optimizer.kind).has_fused) {
     add("optimizer implementation: fused", true).optimizer.implementation = OptimizerImplementation::kFused;
   }
   add("optimizer implementation: for_loop").optimizer.implementation = OptimizerImplementation::kForLoop;

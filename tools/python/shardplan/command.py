@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python commands share: how they print, and how they end."""
+"""Shared by the Python commands: how they print, and how they end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardplan import versions
+from shardplan.installing import in_checkout
 
-EXIT_ENVIRONMENT = 4
+EXIT_USAGE, EXIT_ENVIRONMENT = 2, 4
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-# Controls, separators of lines, marks of direction, and bytes that are no UTF-8 (surrogates): as schemas/printable.h has them.
+_UNITS = {
+    "": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6,
+    "GB": 10**9, "TB": 10**12,
+}
+# Controls, separators of lines, marks of direction, and bytes that are no UTF-8 (surrogates): as schemas/printable.h
+# has them.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -53,14 +58,25 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def built_command(name: str) -> str:
-    """The program `shardplan` of this build, which starts the Python command `name`: in $SHARDPLAN_PROGRAMS, else on the PATH. Raises NoCommand."""
+    """The program `shardplan` of this build, which starts the Python command `name`: in $SHARDPLAN_PROGRAMS, else on
+    the PATH. Raises NoCommand."""
     folder = os.environ.get("SHARDPLAN_PROGRAMS", "")
     program = str(Path(folder) / "shardplan") if folder else shutil.which("shardplan")
     if not program or not Path(program).exists():
-        raise NoCommand(f"the command shardplan is not found (found {program or 'none'}): run `shardplan {name}`, or set SHARDPLAN_PROGRAMS to its folder")
+        raise NoCommand(
+            f"the command shardplan is not found (found {program or 'none'}): run `shardplan {name}`, or set "
+            "SHARDPLAN_PROGRAMS to its folder"
+        )
     if problem := versions.why_not_program(program):
         raise NoCommand(problem)
     return program
+
+
+def tests_of_repository(package: str) -> Path | None:
+    """The folder tests/python of the checkout that this package lies in, which holds `package`. None: an installed one
+    has no tests."""
+    folder = Path(__file__).resolve().parents[3] / "tests" / "python"
+    return folder if in_checkout() and (folder / package / "__init__.py").is_file() else None
 
 
 def file_name(text: str) -> str:
@@ -100,7 +116,7 @@ class _StandardOutput(io.TextIOWrapper):
 
 
 class _StandardError(io.TextIOWrapper):
-    """Where it cannot be written nobody can be told."""
+    """A failure to write is passed over: nobody could be told."""
 
     def write(self, text: str) -> int:
         try:
@@ -116,10 +132,12 @@ class _StandardError(io.TextIOWrapper):
 
 
 def run(name: str, main: Callable[[], int]) -> NoReturn:
-    """Ends the process as `main` says: 4 where standard output cannot be written or the command that started it is of another version, by the signal that
-    came while it ran."""
+    """Ends the process as `main` says: 4 where standard output cannot be written or the command that started it is of
+    another version, by the signal that came while it ran."""
     _take_over_streams()
-    if problem := versions.why_not("the command shardplan", os.environ.get("SHARDPLAN_COMMAND_VERSION", versions.__version__)):
+    if problem := versions.why_not(
+        "the command shardplan", os.environ.get("SHARDPLAN_COMMAND_VERSION", versions.__version__)
+    ):
         print(f"{name}: {problem}", file=sys.stderr)
         sys.exit(EXIT_ENVIRONMENT)
     ended = _handle_signals()
@@ -161,8 +179,12 @@ def _take_over_streams() -> None:
         sys.stdout.detach()
     if sys.stderr is not None:
         sys.stderr.detach()
-    sys.stdout = _StandardOutput(open(1, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=interactive)
-    sys.stderr = _StandardError(open(2, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    sys.stdout = _StandardOutput(
+        open(1, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=interactive
+    )
+    sys.stderr = _StandardError(
+        open(2, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
 
 
 def _handle_signals() -> list[int]:

@@ -40,19 +40,23 @@ class OutputIsInput(Exception):
 
 
 def check_output(path: str, inputs: Iterable[str]) -> None:
-    """Before any work. OutputIsInput when the output is one of the inputs (by inode, so through links, too); CannotWrite when it cannot be
-    written, as far as that can be told."""
+    """Before any work. OutputIsInput when the output is one of the inputs (by inode, so through links, too);
+    CannotWrite when it cannot be written, as far as that can be told."""
     _target(path)
     with contextlib.suppress(OSError):
         output = os.stat(path)
         for name in inputs:
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.stat(name), output) and not stat.S_ISCHR(output.st_mode):
-                    raise OutputIsInput(f"an output is a file that is read, and would replace it (found -o {path}, expected another file than the input {name})")
+                    raise OutputIsInput(
+                        f"an output is a file that is read, and would replace it (found -o {path}, expected another "
+                        f"file than the input {name})"
+                    )
 
 
 def read_bytes(path: str | os.PathLike) -> bytes:
-    """Everything in the file. OSError, also where it is a pipe that no process writes to: opening it would wait for ever."""
+    """Everything in the file. OSError, also where it is a pipe that no process writes to: opening it would wait for
+    ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
@@ -79,15 +83,17 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 
 
 class LineLog:
-    """A file that whole lines are appended to, each on the disk before `append` returns. What a killed writer left of a line is dropped by
-    the first of them, and by `end`; `close` alone leaves the file as it was found."""
+    """A file that whole lines are appended to, each on the disk before `append` returns. The first `append`, and `end`,
+    drop the rest of a line that a killed writer left; `close` alone leaves the file as it was found."""
 
     def __init__(self, path: str | os.PathLike):
         self._path = os.fspath(path)
         with _told(self._path):
             self._is_file = not os.path.exists(self._path) or os.path.isfile(self._path)
             # A device or a pipe has no lines that were there: some would never end.
-            self._file = open(self._path, "a+b" if self._is_file else "wb", **({} if self._is_file else {"buffering": 0}))  # noqa: SIM115
+            self._file = open(
+                self._path, "a+b" if self._is_file else "wb", **({} if self._is_file else {"buffering": 0})
+            )  # noqa: SIM115
             text = self._file.read() if self._is_file and self._file.seek(0) == 0 else b""
             whole = text[: text.rfind(b"\n") + 1]
         self._partly = len(whole) if len(whole) < len(text) else None
@@ -120,8 +126,8 @@ class LineLog:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[TextIO]:
-    """A text file that takes the place of `path` when the block ends without an error, with the owner and the mode of what was there. A link
-    stays one; pipes and devices are written to. CannotWrite leaves the old file."""
+    """A text file that takes the place of `path` when the block ends without an error, with the owner and the mode of
+    what was there. A link stays one; pipes and devices are written to. CannotWrite leaves the old file."""
     path = os.fspath(path)
     with _told(path):
         target, replaced = _target(path)
@@ -147,7 +153,7 @@ def replacing(path: str | os.PathLike) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for what a command needs while it runs. Those of commands that were killed go with the next one's."""
+    """A folder for the files of a running command. Folders of commands that were killed go with the next one's."""
     _remove_scratch_folders()
     folder, lock = _locked_folder()
     try:
@@ -168,7 +174,7 @@ def _locked_folder() -> tuple[str, int]:
 
 
 def _remove_scratch_folders() -> None:
-    """Of commands that live no more: nobody holds the lock."""
+    """Removes folders of commands that live no more: nobody holds their lock."""
     with os.scandir(tempfile.gettempdir()) as entries:
         left = [entry.path for entry in entries if entry.name.startswith(_SCRATCH_BEGIN)]
     for path in left:
@@ -251,8 +257,8 @@ def _keep_owner_and_mode(descriptor: int, replaced: os.stat_result) -> None:
 
 
 class _Temporary:
-    """A file without a name, or with one that nobody else uses where the file system has no others. Signals that end the process wait while it
-    has a name."""
+    """A file without a name, or with one that nobody else uses where the file system has no others. Signals that end
+    the process wait while it has a name."""
 
     def __init__(self, folder: int):
         self._folder, self._name, self._held = folder, None, None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules a pattern means, as strategy documents and the command have them (docs/reference/strategy-format.md)."""
+"""Which modules a pattern means, as strategy documents and the command have them
+(docs/reference/strategy-format.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import re
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern:
     """'*' and '?' do not cross a '.'."""
-    return re.compile("".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in pattern))
+    return re.compile(
+        "".join({"*": "[^.]*", "?": "[^.]"}.get(character, re.escape(character)) for character in pattern)
+    )
 
 
 def matches(pattern: str, fqn: str, class_name: str = "") -> bool:

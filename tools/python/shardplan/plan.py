@@ -9,7 +9,8 @@
     made.simulate()    # the report: times in ns, memory in bytes
     made.save("plan.json")
 
-The document is JSON with the field names of the plan document; the command `shardplan` makes, verifies and simulates it.
+The document is JSON with the field names of the plan document; the command `shardplan` makes, verifies and simulates
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from shardplan.files import scratch_folder, write_text
 Document = dict[str, Any]
 ROOT = "(root)"  # how a unit of the model itself is written; its FQN is ""
 
-# What the model and the training loop do whatever the schedule: the rest is a policy's.
+# Instructions of the model and the training loop, whatever the schedule: all others are a policy's.
 _OF_THE_MODEL = {"compute", "optimizer_step", "zero_grad"}
 _OF_THE_OPTIMIZER = {"optimizer_state", "optimizer_temp"}
 
@@ -36,13 +37,26 @@ class PlanError(ValueError):
     """A name that the plan does not have, or an operand that does not fit; or the command refused a document."""
 
 
-def new(trace: str | Path, *, cluster: str | Path, units: Iterable[str] = (), name: str = "script", flags: Sequence[str] = ()) -> Builder:
+def new(
+    trace: str | Path, *, cluster: str | Path, units: Iterable[str] = (), name: str = "script",
+    flags: Sequence[str] = (),
+) -> Builder:
     """A builder of a plan in which the model computes and the optimizer steps, and nothing else is done yet.
 
-    Steps, triggers, segments, buffers and procedures are those of FSDP2's plan for `units` (rules as for `--unit`). `flags`: others of
-    `shardplan plan`. The plan's policy is called `name`.
+    Steps, triggers, segments, buffers and procedures are those of FSDP2's plan for `units` (rules as for `--unit`).
+    `flags`: others of `shardplan plan`. The plan's policy is called `name`.
     """
-    words = ["plan", str(trace), "--cluster", str(cluster), *(word for unit in units for word in ("--unit", unit)), *flags, "-q", "-o", "-"]
+    words = [
+        "plan",
+        str(trace),
+        "--cluster",
+        str(cluster),
+        *(word for unit in units for word in ("--unit", unit)),
+        *flags,
+        "-q",
+        "-o",
+        "-",
+    ]
     builder = Builder(_json(_run(words)), name=name)
     builder._keep_the_model()
     return builder
@@ -77,14 +91,18 @@ class Plan:
         return [verdict.rstrip("\n") for verdict in verdicts[:-1]]  # the last one is their number
 
     def simulate(self, cluster: str | Path | None = None) -> Document:
-        """The report (docs/reference/report-format.md): `step_ns`, `memory.peak_bytes` and so on. `cluster`: instead of the plan's own.
+        """The report (docs/reference/report-format.md): `step_ns`, `memory.peak_bytes` and so on. `cluster`: instead of
+        the plan's own.
 
-        A plan that does not fit into the device's memory has a report, too: `memory.fits` is false. PlanError: it does not verify.
+        A plan that does not fit into the device's memory has a report, too: `memory.fits` is false. PlanError: it does
+        not verify.
         """
         with scratch_folder() as folder:
             path = folder / "plan.json"
             self.save(path)
-            done = _command(["simulate", str(path), *(["--cluster", str(cluster)] if cluster else []), "--report", "-", "-q"])
+            done = _command(
+                ["simulate", str(path), *(["--cluster", str(cluster)] if cluster else []), "--report", "-", "-q"]
+            )
         if not done.stdout.startswith("{"):
             raise PlanError(done.stderr.strip().replace(str(path), "the plan"))
         return json.loads(done.stdout)
@@ -95,12 +113,13 @@ class Plan:
 
 
 class Builder:
-    """A plan that is being written. Names are those of the document: units by FQN (or "(root)"), buffers, streams, events."""
+    """A plan that is being written. Names are those of the document: units by FQN (or "(root)"), buffers, streams,
+    events."""
 
     def __init__(self, document: Document, *, name: str) -> None:
         self._document = document
         self._document["policy"] = self._document["strategy"]["policy"] = name
-        # Of the document that a policy made.
+        # These fields are about the document that a policy made.
         self._document.pop("known_faults", None)
         self._document.get("digests", {}).pop("program", None)
         self._document.get("digests", {}).pop("strategy", None)
@@ -139,7 +158,8 @@ class Builder:
         return name
 
     def add_buffer(self, name: str, **fields: Any) -> str:
-        """`fields` are those of a buffer in the document: role, unit, dtype, parts_bytes, parameters, memory, persistent. Gives the name back."""
+        """`fields` are those of a buffer in the document: role, unit, dtype, parts_bytes, parameters, memory,
+        persistent. Gives the name back."""
         if name in self.buffers:
             raise PlanError(f"there is a buffer {name!r} already")
         if "unit" in fields:
@@ -154,7 +174,10 @@ class Builder:
             raise PlanError(f"there is no unit {name!r}; expected {_one_of(unit or ROOT for unit in self.units)}")
         return fqn
 
-    def at(self, kind: str, unit: str | None = None, *, microbatch: int | None = None, occurrence: int | None = None, step: str | None = None) -> Place:
+    def at(
+        self, kind: str, unit: str | None = None, *, microbatch: int | None = None, occurrence: int | None = None,
+        step: str | None = None,
+    ) -> Place:
         """The triggers of this kind that all given words fit, in all steps or in that of the name `step`."""
         steps = [s for s in self._steps if step in (None, s["name"])]
         if not steps:
@@ -162,18 +185,26 @@ class Builder:
         triggers = [trigger for s in steps for trigger in s["triggers"]]
         found = [trigger for trigger in triggers if trigger["kind"] == kind]
         if not found:
-            raise PlanError(f"there is no trigger {kind!r}; expected {_one_of(trigger['kind'] for trigger in triggers)}")
+            raise PlanError(
+                f"there is no trigger {kind!r}; expected {_one_of(trigger['kind'] for trigger in triggers)}"
+            )
         wanted = {"microbatch": microbatch, "occurrence": occurrence}
         if unit is not None:
             fqn = self.unit(unit)
             of_unit = [trigger for trigger in found if trigger.get("unit") == fqn]
             if not of_unit:
-                raise PlanError(f"there is no trigger {kind!r} of {unit!r}; expected one of {_one_of(trigger.get('unit') or ROOT for trigger in found)}")
+                raise PlanError(
+                    f"there is no trigger {kind!r} of {unit!r}; expected one of "
+                    f"{_one_of(trigger.get('unit') or ROOT for trigger in found)}"
+                )
             found = of_unit
         for field, value in wanted.items():
             of_value = [trigger for trigger in found if value in (None, trigger.get(field, 0))]
             if not of_value:
-                raise PlanError(f"there is no trigger {kind!r} with {field} {value}; expected {_one_of(str(trigger.get(field, 0)) for trigger in found)}")
+                raise PlanError(
+                    f"there is no trigger {kind!r} with {field} {value}; expected "
+                    f"{_one_of(str(trigger.get(field, 0)) for trigger in found)}"
+                )
             found = of_value
         return Place(self, found)
 
@@ -190,9 +221,18 @@ class Builder:
             for trigger in step["triggers"]:
                 trigger["instructions"] = [i for i in trigger["instructions"] if self._is_of_the_model(i)]
         self._document["streams"] = self._document["streams"][:1]  # the model's
-        self._document["events"] = sorted({i["event"] for procedure in self._document.get("procedures", []) for i in procedure["instructions"] if "event" in i})
+        self._document["events"] = sorted(
+            {
+                i["event"]
+                for procedure in self._document.get("procedures", [])
+                for i in procedure["instructions"]
+                if "event" in i
+            }
+        )
         for procedure in self._document.get("procedures", []):
-            assert all(i.get("stream", "compute") == "compute" for i in procedure["instructions"]), "procedures run on the compute stream"
+            assert all(i.get("stream", "compute") == "compute" for i in procedure["instructions"]), (
+                "procedures run on the compute stream"
+            )
 
     def _is_of_the_model(self, instruction: Document) -> bool:
         buffer = self.buffers.get(instruction.get("dst") or instruction.get("src", ""), {})
@@ -220,10 +260,11 @@ class Builder:
 
 
 class Place:
-    """Where instructions go: into some triggers, before what the model or the optimizer does there, one behind the other.
+    """A place for instructions: some triggers, before the work of the model or the optimizer there. They follow each
+    other.
 
-    Each method issues one instruction and gives the place back. Operands are names. The unit and the communicator of an instruction are
-    those of its buffers, where none is given.
+    Each method issues one instruction and gives the place back. Operands are names. The unit and the communicator of an
+    instruction are those of its buffers, where none is given.
     """
 
     def __init__(self, builder: Builder, triggers: list[Document], *, after: bool = False) -> None:
@@ -238,7 +279,10 @@ class Place:
     def allocate(self, dst: str, *, stream: str = "compute", unit: str | None = None, reason: str = "script") -> Place:
         return self.issue("allocate", dst=dst, stream=stream, unit=unit, reason=reason)
 
-    def free(self, src: str, *, stream: str = "compute", safe_after: Sequence[str] = (), unit: str | None = None, reason: str = "script") -> Place:
+    def free(
+        self, src: str, *, stream: str = "compute", safe_after: Sequence[str] = (), unit: str | None = None,
+        reason: str = "script",
+    ) -> Place:
         return self.issue("free", src=src, stream=stream, safe_after=list(safe_after) or None, unit=unit, reason=reason)
 
     def bind_unsharded(self, src: str, *, unit: str | None = None, reason: str = "script") -> Place:
@@ -247,37 +291,63 @@ class Place:
     def bind_sharded(self, src: str, *, unit: str | None = None, reason: str = "script") -> Place:
         return self.issue("bind_sharded", src=src, unit=unit, reason=reason)
 
-    def copy_in(self, src: str, dst: str, *, stream: str = "compute", communicator: str | None = None, unit: str | None = None, reason: str = "script") -> Place:
-        return self.issue("copy_in", src=src, dst=dst, stream=stream, communicator=communicator, unit=unit, reason=reason)
+    def copy_in(
+        self, src: str, dst: str, *, stream: str = "compute", communicator: str | None = None, unit: str | None = None,
+        reason: str = "script",
+    ) -> Place:
+        return self.issue(
+            "copy_in", src=src, dst=dst, stream=stream, communicator=communicator, unit=unit, reason=reason
+        )
 
-    def all_gather(self, src: str, dst: str, *, stream: str = "compute", communicator: str | None = None, unit: str | None = None, reason: str = "script") -> Place:
-        return self.issue("all_gather", src=src, dst=dst, stream=stream, communicator=communicator, unit=unit, reason=reason)
+    def all_gather(
+        self, src: str, dst: str, *, stream: str = "compute", communicator: str | None = None, unit: str | None = None,
+        reason: str = "script",
+    ) -> Place:
+        return self.issue(
+            "all_gather", src=src, dst=dst, stream=stream, communicator=communicator, unit=unit, reason=reason
+        )
 
-    def copy_out(self, src: str, dst: str, *, stream: str = "compute", unit: str | None = None, reason: str = "script") -> Place:
+    def copy_out(
+        self, src: str, dst: str, *, stream: str = "compute", unit: str | None = None, reason: str = "script"
+    ) -> Place:
         return self.issue("copy_out", src=src, dst=dst, stream=stream, unit=unit, reason=reason)
 
-    def grad_copy_in(self, src: str, dst: str, *, stream: str = "compute", unit: str | None = None, reason: str = "script") -> Place:
+    def grad_copy_in(
+        self, src: str, dst: str, *, stream: str = "compute", unit: str | None = None, reason: str = "script"
+    ) -> Place:
         return self.issue("grad_copy_in", src=src, dst=dst, stream=stream, unit=unit, reason=reason)
 
-    def grad_scale(self, src: str, divisor: float, *, stream: str = "compute", unit: str | None = None, reason: str = "script") -> Place:
+    def grad_scale(
+        self, src: str, divisor: float, *, stream: str = "compute", unit: str | None = None, reason: str = "script"
+    ) -> Place:
         return self.issue("grad_scale", src=src, divisor=divisor, stream=stream, unit=unit, reason=reason)
 
     def reduce_scatter(
-        self, src: str, dst: str, *, reduce_op: str = "average", divisor: float | None = None, stream: str = "compute", communicator: str | None = None,
-        unit: str | None = None, reason: str = "script",
+        self, src: str, dst: str, *, reduce_op: str = "average", divisor: float | None = None, stream: str = "compute",
+        communicator: str | None = None, unit: str | None = None, reason: str = "script",
     ) -> Place:  # fmt: skip
-        return self.issue("reduce_scatter", src=src, dst=dst, reduce_op=reduce_op, divisor=divisor, stream=stream, communicator=communicator, unit=unit, reason=reason)
+        return self.issue(
+            "reduce_scatter", src=src, dst=dst, reduce_op=reduce_op, divisor=divisor, stream=stream,
+            communicator=communicator, unit=unit, reason=reason,
+        )
 
     def all_reduce(
-        self, src: str, *, reduce_op: str = "average", divisor: float | None = None, stream: str = "compute", communicator: str | None = None,
-        unit: str | None = None, reason: str = "script",
+        self, src: str, *, reduce_op: str = "average", divisor: float | None = None, stream: str = "compute",
+        communicator: str | None = None, unit: str | None = None, reason: str = "script",
     ) -> Place:  # fmt: skip
-        return self.issue("all_reduce", src=src, reduce_op=reduce_op, divisor=divisor, stream=stream, communicator=communicator, unit=unit, reason=reason)
+        return self.issue(
+            "all_reduce", src=src, reduce_op=reduce_op, divisor=divisor, stream=stream, communicator=communicator,
+            unit=unit, reason=reason,
+        )
 
-    def grad_cast(self, src: str, dst: str, *, stream: str = "compute", unit: str | None = None, reason: str = "script") -> Place:
+    def grad_cast(
+        self, src: str, dst: str, *, stream: str = "compute", unit: str | None = None, reason: str = "script"
+    ) -> Place:
         return self.issue("grad_cast", src=src, dst=dst, stream=stream, unit=unit, reason=reason)
 
-    def grad_accumulate(self, src: str, dst: str, *, stream: str = "compute", unit: str | None = None, reason: str = "script") -> Place:
+    def grad_accumulate(
+        self, src: str, dst: str, *, stream: str = "compute", unit: str | None = None, reason: str = "script"
+    ) -> Place:
         return self.issue("grad_accumulate", src=src, dst=dst, stream=stream, unit=unit, reason=reason)
 
     def record(self, event: str, *, stream: str, unit: str | None = None, reason: str = "script") -> Place:
@@ -308,29 +378,38 @@ class Place:
             instruction["communicator"] = self._builder._communicator(instruction.get("unit"), field)
         for trigger in self._triggers:
             instructions = trigger["instructions"]
-            instructions.insert(len(instructions) if self._after else self._before_the_model(instructions), dict(instruction))
+            instructions.insert(
+                len(instructions) if self._after else self._before_the_model(instructions), dict(instruction)
+            )
         return self
 
     def remove(self, kind: str, **operands: Any) -> Place:
         """Takes out every instruction of this kind that has these operands. PlanError: there is none."""
 
         def matches(instruction: Document) -> bool:
-            return instruction["kind"] == kind and all(instruction.get(field) == value for field, value in operands.items())
+            return instruction["kind"] == kind and all(
+                instruction.get(field) == value for field, value in operands.items()
+            )
 
         before = [i for trigger in self._triggers for i in trigger["instructions"]]
         if not any(map(matches, before)):
             words = " ".join([kind, *(f"{field}={value}" for field, value in operands.items())])
-            raise PlanError(f"there is no instruction {words!r}; expected one of the kinds {_one_of(i['kind'] for i in before)}")
+            raise PlanError(
+                f"there is no instruction {words!r}; expected one of the kinds {_one_of(i['kind'] for i in before)}"
+            )
         for trigger in self._triggers:
             trigger["instructions"] = [i for i in trigger["instructions"] if not matches(i)]
         return self
 
     def instructions(self) -> list[Document]:
-        """Those of the first of the triggers, as in the document."""
+        """Instructions of the first of the triggers, as in the document."""
         return copy.deepcopy(self._triggers[0]["instructions"])
 
     def _before_the_model(self, instructions: list[Document]) -> int:
-        return next((k for k, instruction in enumerate(instructions) if self._builder._is_of_the_model(instruction)), len(instructions))
+        return next(
+            (k for k, instruction in enumerate(instructions) if self._builder._is_of_the_model(instruction)),
+            len(instructions),
+        )
 
 
 def _written_out(triggers: Iterable[Document]) -> Iterator[Document]:

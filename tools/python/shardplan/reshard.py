@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of resharding (docs/reference/reshard-format.md) from Python: made by the command, executed on bytes in memory."""
+"""Plans of resharding (docs/reference/reshard-format.md) from Python: made by the command, executed on bytes in
+memory."""
 
 from __future__ import annotations
 
@@ -43,6 +44,10 @@ def runs(document: dict) -> Iterator[Piece]:
 def _runs_of(tensor: str, copy: dict) -> Iterator[Piece]:
     places = [(copy["source_offset"], copy["target_offset"])]
     for loop in copy.get("loops", []):
-        places = [(s + i * loop["source_stride"], t + i * loop["target_stride"]) for s, t in places for i in range(loop["count"])]
+        places = [
+            (s + i * loop["source_stride"], t + i * loop["target_stride"])
+            for s, t in places
+            for i in range(loop["count"])
+        ]
     for source, target in places:
         yield tensor, copy["source_rank"], copy["target_rank"], source, target, copy["run_bytes"]

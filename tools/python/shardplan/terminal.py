@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person at a terminal sees and nobody else: colours, and a bar that is drawn over again, as the C++ commands have them (tools/cli/terminal.h)."""
+"""Output for a person at a terminal alone: colours, and a bar that is drawn over again, as the C++ commands have them
+(tools/cli/terminal.h)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def bar_text(done: int, total: int, passed_s: float) -> str:
 
 
 def complain(name: str, text: str) -> None:
-    """An error of the command on standard error, its name red and bold unless NO_COLOR is set to anything (no-color.org). `text` is printable."""
+    """An error of the command on standard error, its name red and bold unless NO_COLOR is set to anything
+    (no-color.org). `text` is printable."""
     if is_a_terminal() and not os.environ.get("NO_COLOR"):
         _raw(f"\x1b[1;31m{name}:\x1b[0m {text}\n")
     else:
@@ -44,7 +46,8 @@ def _raw(text: str) -> None:
 
 
 class ProgressBar:
-    """One line, as long as the work goes on: how much of it is done, and the time that is left at this pace. Without a terminal: `line` gets "7 of 20" every two seconds."""
+    """One line, as long as the work goes on: how much of it is done, and the time that is left at this pace. Without a
+    terminal: `line` gets "7 of 20" every two seconds."""
 
     def __init__(self, what: str, line: Callable[[str], None], quiet: bool = False, first: int = 0) -> None:
         """first: what was done before, in no time."""
@@ -70,7 +73,10 @@ class ProgressBar:
         if not self._over:
             self._line(f"{done} of {total}")
         elif total > self._first:
-            self._write(f"{_CLEAR}{self._what} {bar_text(max(0, done - self._first), total - self._first, now - self._begin)}  {done} of {total}")
+            self._write(
+                f"{_CLEAR}{self._what} {bar_text(max(0, done - self._first), total - self._first, now - self._begin)} "
+                f" {done} of {total}"
+            )
 
     def _write(self, text: str) -> None:
         if self._over and not self._quiet:

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "shardplan/schemas/buffer_roles.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
@@ -13,13 +14,6 @@ namespace shardplan {
 // and dst has no memory of its own (`dst_is_alive` false). Then it is no work on any stream. Source: FSDP2's
 // foreach_reduce and FSDP1's _cast_grad_to_param_dtype, whose .to(dtype) returns the tensor itself.
 bool MakesView(const Plan& plan, const Instruction& grad_cast, bool dst_is_alive);
-
-// Whether a buffer of that role holds reduced gradients, those that the optimizer reads.
-bool IsFinalGradient(BufferRole role);
-
-// Whether a buffer of that role holds gradients that are reduced over a part of the ranks, and waits for the
-// rest.
-bool IsPartlyReduced(BufferRole role);
 
 // Whether a zero_grad of `unit` (-1: of all) takes the reduced gradients in the buffer. The buffer is freed;
 // a persistent one is emptied and stays.

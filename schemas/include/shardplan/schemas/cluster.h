@@ -82,7 +82,7 @@ struct Device {
   // Devices of a kind differ in speed: the standard deviation. A step waits for the slowest of all ranks.
   std::int64_t spread_ppm = 0;
   std::string table_name;  // what tables of measurements call it: "h100-sxm"
-  // The temporaries of some kernels depend on it. 0: known by the name.
+  // The temporaries of some kernels depend on it. 0: those of an H100.
   std::int32_t multiprocessors = 0;
   bool operator==(const Device&) const = default;
 };

@@ -3,16 +3,20 @@
 // checks of operands, GraphViz, the JSON Schema and the table in docs/reference/plan-format.md take names and
 // fields from here.
 //
-// The table says what an instruction has. The meaning of a kind stays with those who give it one, and is
-// written there kind by kind: costs (simulator), happens-before and values (verifier, planner, executor).
+// The table says what an instruction has, and its effects on lifetimes, order and values. A rule that follows
+// from the effects is written once, over a column. A meaning (a cost, a proof, an execution) is a switch over
+// a column or over families, without a default: a kind that it forgets does not compile.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string_view>
 
+#include "shardplan/schemas/buffer_roles.h"
+#include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
 
@@ -37,15 +41,6 @@ enum class InstructionFamily : std::uint8_t {
   kOrder,       // events
   kOptimizer,   // sharded parameters and gradients of all units, or of one
 };
-
-// A set of buffer roles: bit number r is role r.
-using RoleSet = std::uint32_t;
-constexpr RoleSet RolesIn(std::initializer_list<BufferRole> roles) {
-  RoleSet set = 0;
-  for (const BufferRole role : roles) set |= RoleSet{1} << static_cast<unsigned>(role);
-  return set;
-}
-constexpr bool Has(RoleSet set, BufferRole role) { return (set & RolesIn({role})) != 0; }
 
 // A buffer that an instruction names. Without access (kNone) the kind has no such operand.
 struct BufferOperand {
@@ -72,6 +67,59 @@ constexpr OptionalFields FieldsIn(std::initializer_list<OptionalField> fields) {
 }
 constexpr bool Has(OptionalFields set, OptionalField field) { return (set & FieldsIn({field})) != 0; }
 
+// What it does to the life of a buffer (alive_buffers.h).
+enum class LifetimeEffect : std::uint8_t {
+  kNone,
+  kBegins,  // dst
+  kEnds,    // src, or parts of it
+  kView,    // dst becomes a second name of src's memory where nothing changes (MakesView)
+  kDrops,   // the reduced gradients of a unit, or of all
+};
+
+// What it does to the order of streams, host and ranks.
+enum class OrderEffect : std::uint8_t {
+  kNone,
+  kRecords,    // its stream records the event
+  kWaits,      // its stream waits for the event
+  kHostWaits,  // the host waits for the event
+  kMeets,      // every rank of the communicator takes part
+};
+
+// What becomes of the numbers.
+enum class ValueEffect : std::uint8_t {
+  kNone,
+  kUnshards,     // parameters: shards and what is gathered of them
+  kReduces,      // gradients, on their way to the optimizer
+  kFillsZeros,   // gradients that nothing made
+  kMovesMemory,  // the same numbers between host and device
+  kComputes,     // the model's own
+  kSteps,        // the optimizer's
+};
+
+// The arithmetic of a copy or a scaling.
+enum class Arithmetic : std::uint8_t {
+  kNone,
+  kMove,   // dst = src, cast where dtypes differ
+  kCast,   // ... or a view where they do not
+  kAdd,    // dst += src
+  kScale,  // src *= 1 / divisor
+  kZero,   // dst = 0
+};
+
+// Which ranks' pieces a copy deals with: whose slots its source or target has.
+enum class Movement : std::uint8_t {
+  kNone,
+  kToSlot,         // a shard into this rank's slot
+  kFromSlots,      // all slots of the gather before it into whole parameters
+  kToPostForward,  // whole parameters into the shard of the smaller mesh
+  kToSlots,        // whole gradients into the slots of all ranks
+  kWithin,         // as it lies
+};
+
+// What profiles call its time (plan_ranges.h). kOfRole: the role of the buffer that begins or ends says it;
+// kReshard: in a backward.
+enum class InstructionRange : std::uint8_t { kNone, kOfRole, kAllGather, kCopyOut, kReduce, kReshard };
+
 struct InstructionDescription {
   InstructionKind kind = InstructionKind::kCompute;
   std::string_view name;  // in the documents
@@ -83,6 +131,14 @@ struct InstructionDescription {
   bool communicator = false;
   bool segment = false;
   OptionalFields optional = 0;
+  LifetimeEffect lifetime = LifetimeEffect::kNone;
+  OrderEffect order = OrderEffect::kNone;
+  ValueEffect value = ValueEffect::kNone;
+  Arithmetic arithmetic = Arithmetic::kNone;
+  Movement movement = Movement::kNone;
+  std::optional<CollectiveKind> collective;
+  InstructionRange range = InstructionRange::kNone;
+  std::string_view op;    // the operator by which PyTorch does it, as profiles call it; "": none of its own
   std::string_view says;  // what it does, in one line of Markdown
 };
 
@@ -92,195 +148,214 @@ using enum BufferRole;
 using enum Access;
 
 inline constexpr RoleSet kAnyRole = ~RoleSet{0};
-inline constexpr RoleSet kShards = RolesIn({kParamSharded, kAllGatherInput, kParamPostForwardShard});
+using Role = const BufferRoleDescription&;
+inline constexpr RoleSet kParamShards = RolesIn({kParamSharded, kParamPostForwardShard});
+inline constexpr RoleSet kShards =
+    RolesWhere([](Role r) { return IsParameterRole(r.role) && r.arrangement == Arrangement::kShard; });
 // FSDP1 gathers right into the unsharded flat parameter.
-inline constexpr RoleSet kGathered = RolesIn({kAllGatherOutput, kParamUnsharded});
-inline constexpr RoleSet kUnreduced =
-    RolesIn({kGradUnsharded, kGradUnshardedAccumulated, kReduceScatterInput});
-// Over the inner ranks alone.
-inline constexpr RoleSet kInnerReduced = RolesIn({kInnerReduceOutput, kInnerReduceAccumulated});
-inline constexpr RoleSet kReduced =
-    RolesIn({kReduceScatterOutput, kPartialReduceOutput, kGradSharded, kGradHost});
-inline constexpr RoleSet kGradients = kUnreduced | kInnerReduced | kReduced;
+inline constexpr RoleSet kGathered =
+    RolesWhere([](Role r) { return IsParameterRole(r.role) && r.arrangement != Arrangement::kShard; });
+inline constexpr RoleSet kUnreduced = RolesWhere(
+    [](Role r) { return r.reduction == RoleReduction::kUnreduced || r.reduction == RoleReduction::kInput; });
+inline constexpr RoleSet kInnerReduced = RolesWhere([](Role r) { return IsInnerReduced(r.role); });
+inline constexpr RoleSet kReduced = RolesWhere(
+    [](Role r) { return r.reduction == RoleReduction::kReduced || r.reduction == RoleReduction::kPartial; });
+inline constexpr RoleSet kGradients = RolesWhere([](Role r) { return r.holds == RoleContent::kGradient; });
+inline constexpr RoleSet kUnscattered = kUnreduced | RolesIn({kPartialReduceOutput, kInnerReduceAccumulated});
+// Gradients that a grad_zero may have to stand for.
+inline constexpr RoleSet kZeroed =
+    RolesIn({kGradUnshardedAccumulated, kPartialReduceOutput, kInnerReduceAccumulated});
 
-// In the order of the enumerators.
-inline constexpr auto kTable = std::to_array<InstructionDescription>({
-    {.kind = InstructionKind::kCompute,
-     .name = "compute",
-     .family = InstructionFamily::kCompute,
-     .place = Place::kStream,
-     .segment = true,
-     .optional = FieldsIn({OptionalField::kMicrobatch}),
-     .says = "runs the segment"},
-    {.kind = InstructionKind::kAllocate,
-     .name = "allocate",
-     .family = InstructionFamily::kMemory,
-     .place = Place::kStreamOrHost,
-     .dst = {kWrite, kAnyRole},
-     .says = "takes memory from the pool of that stream, in host order"},
-    {.kind = InstructionKind::kFree,
-     .name = "free",
-     .family = InstructionFamily::kMemory,
-     .place = Place::kHost,
-     .src = {kWrite, kAnyRole},
-     .optional = FieldsIn({OptionalField::kSafeAfter, OptionalField::kParts}),
-     .says = "gives it back, in host order; work issued later on the stream it was allocated on may get it "
-             "at once, unless `safe_after` names streams whose work so far must finish first "
-             "(`record_stream`). With `parts` (indices into `parts_bytes`) only these go, and a `free` "
-             "without `parts` ends the buffer: until then only copies of unshard and reshard use it, between "
-             "parameters whose parts are left"},
-    {.kind = InstructionKind::kBindUnsharded,
-     .name = "bind_unsharded",
-     .family = InstructionFamily::kBind,
-     .place = Place::kHost,
-     .src = {kRead, kGathered | RolesIn({kParamSharded})},
-     .optional = FieldsIn({OptionalField::kUnit}),
-     .says = "the modules' parameters become views of the buffer; where each shard is a buffer of its own, "
-             "`src` is the first"},
-    {.kind = InstructionKind::kBindSharded,
-     .name = "bind_sharded",
-     .family = InstructionFamily::kBind,
-     .place = Place::kHost,
-     .src = {kRead, RolesIn({kParamSharded, kParamPostForwardShard})},
-     .optional = FieldsIn({OptionalField::kUnit}),
-     .says = "... of the shard"},
-    {.kind = InstructionKind::kCopyIn,
-     .name = "copy_in",
-     .family = InstructionFamily::kCopy,
-     .place = Place::kStream,
-     .src = {kRead, kShards | RolesIn({kModelBuffer})},
-     .dst = {kWrite, kGathered | RolesIn({kAllGatherInput, kModelBuffer})},
-     .says = "cast if dtypes differ, flatten into this rank's slot of the all-gather buffer: the parameters "
-             "that both have"},
-    {.kind = InstructionKind::kAllGather,
-     .name = "all_gather",
-     .family = InstructionFamily::kCollective,
-     .place = Place::kStream,
-     .src = {kRead, kShards | kGathered | RolesIn({kOrderCheck, kGradSharded})},
-     .dst = {kWrite, kGathered | RolesIn({kOrderCheck, kGradUnshardedAccumulated})},
-     .communicator = true,
-     .says = "every rank gets the slots of all; `src` is its own slot, or `dst` itself"},
-    {.kind = InstructionKind::kCopyOut,
-     .name = "copy_out",
-     .family = InstructionFamily::kCopy,
-     .place = Place::kStream,
-     .src = {kRead, kShards | kGathered},
-     .dst = {kWrite, RolesIn({kParamUnsharded})},
-     .says = "all-gather output to unsharded parameters"},
-    {.kind = InstructionKind::kReshardPostForward,
-     .name = "reshard_post_forward",
-     .family = InstructionFamily::kCopy,
-     .place = Place::kStream,
-     .src = {kRead, kGathered},
-     .dst = {kWrite, RolesIn({kParamPostForwardShard})},
-     .says = "keep the shard of the smaller mesh, of the parameters that `dst` has"},
-    {.kind = InstructionKind::kGradCopyIn,
-     .name = "grad_copy_in",
-     .family = InstructionFamily::kCopy,
-     .place = Place::kStream,
-     .src = {kRead, kUnreduced | RolesIn({kPartialReduceOutput, kInnerReduceAccumulated})},
-     .dst = {kWrite, kGradients},
-     .says = "unsharded gradients, cast, chunked and padded, to the reduce-scatter input; what is partly "
-             "reduced to a buffer of more parameters"},
-    {.kind = InstructionKind::kGradScale,
-     .name = "grad_scale",
-     .family = InstructionFamily::kScale,
-     .place = Place::kStreamOrHost,
-     .src = {kReadWrite, kGradients},
-     .optional = FieldsIn({OptionalField::kDivisor}),
-     .says = "in place, times 1 / divisor"},
-    {.kind = InstructionKind::kGradZero,
-     .name = "grad_zero",
-     .family = InstructionFamily::kScale,
-     .place = Place::kStream,
-     .dst = {kWrite, RolesIn({kGradUnshardedAccumulated, kPartialReduceOutput, kInnerReduceAccumulated})},
-     .says = "zeros, in the place of gradients that the backward did not make"},
-    {.kind = InstructionKind::kReduceScatter,
-     .name = "reduce_scatter",
-     .family = InstructionFamily::kCollective,
-     .place = Place::kStream,
-     .src = {kRead, kUnreduced | kInnerReduced},
-     .dst = {kWrite, kReduced | kInnerReduced},
-     .communicator = true,
-     .optional = FieldsIn({OptionalField::kReduceOp, OptionalField::kDivisor}),
-     .says =
-         "`reduce_op`: `sum` (default) or `average`. A sum with a `divisor` multiplies inputs by 1 / divisor "
-         "while it adds them (NCCL's PREMUL_SUM; Gloo has none, the cpu backend divides the input before)"},
-    {.kind = InstructionKind::kAllReduce,
-     .name = "all_reduce",
-     .family = InstructionFamily::kCollective,
-     .place = Place::kStream,
-     .src = {kReadWrite, kGradients | RolesIn({kOrderCheck})},
-     .communicator = true,
-     .optional = FieldsIn({OptionalField::kReduceOp, OptionalField::kDivisor}),
-     .says = "in place"},
-    {.kind = InstructionKind::kGradCast,
-     .name = "grad_cast",
-     .family = InstructionFamily::kCopy,
-     .place = Place::kStreamOrHost,
-     .src = {kRead, kGradients},
-     .dst = {kWrite, kGradients},
-     .says = "to the dtype of the sharded gradient; a view when it is the same"},
-    {.kind = InstructionKind::kGradAccumulate,
-     .name = "grad_accumulate",
-     .family = InstructionFamily::kCopy,
-     .place = Place::kStreamOrHost,
-     .src = {kRead, kGradients},
-     .dst = {kReadWrite, kGradients},
-     .says = "dst += src"},
-    {.kind = InstructionKind::kCopyToHost,
-     .name = "copy_to_host",
-     .family = InstructionFamily::kCopy,
-     .place = Place::kStreamOrHost,
-     .src = {kRead, kAnyRole},
-     .dst = {kWrite, kAnyRole},
-     .says = "offload"},
-    {.kind = InstructionKind::kCopyToDevice,
-     .name = "copy_to_device",
-     .family = InstructionFamily::kCopy,
-     .place = Place::kStreamOrHost,
-     .src = {kRead, kAnyRole},
-     .dst = {kWrite, kAnyRole},
-     .says = "... and back"},
-    {.kind = InstructionKind::kRecord,
-     .name = "record",
-     .family = InstructionFamily::kOrder,
-     .place = Place::kStream,
-     .event = true,
-     .says = "the stream records the event"},
-    {.kind = InstructionKind::kWait,
-     .name = "wait",
-     .family = InstructionFamily::kOrder,
-     .place = Place::kStream,
-     .event = true,
-     .says = "the stream waits for the event"},
-    {.kind = InstructionKind::kHostWait,
-     .name = "host_wait",
-     .family = InstructionFamily::kOrder,
-     .place = Place::kHost,
-     .event = true,
-     .says = "the host waits for the event (rate limiter, offloaded gradients)"},
-    {.kind = InstructionKind::kOptimizerStep,
-     .name = "optimizer_step",
-     .family = InstructionFamily::kOptimizer,
-     .place = Place::kStreamOrHost,
-     .optional = FieldsIn({OptionalField::kUnit, OptionalField::kParameter}),
-     .says = "of all units, of one, or of one parameter of one (ranks without a piece of it do nothing)"},
-    {.kind = InstructionKind::kZeroGrad,
-     .name = "zero_grad",
-     .family = InstructionFamily::kOptimizer,
-     .place = Place::kHost,
-     .optional = FieldsIn({OptionalField::kUnit}),
-     .says = "sharded gradients are dropped"},
+using enum InstructionKind;
+using F = InstructionFamily;
+using P = Place;
+using O = OptionalField;
+
+// What an instruction of each kind has, in the order of the enumerators.
+struct Fields {
+  InstructionKind kind;
+  std::string_view name;
+  InstructionFamily family;
+  Place place;
+  BufferOperand src;
+  BufferOperand dst;
+  OptionalFields optional;
+};
+// clang-format off
+inline constexpr auto kFields = std::to_array<Fields>({
+//   kind                  name                    family           place             src                                                             dst                                                               may have
+    {kCompute,            "compute",              F::kCompute,     P::kStream,       {},                                                             {},                                                               FieldsIn({O::kMicrobatch})},
+    {kAllocate,           "allocate",             F::kMemory,      P::kStreamOrHost, {},                                                             {kWrite, kAnyRole},                                               0},
+    {kFree,               "free",                 F::kMemory,      P::kHost,         {kWrite, kAnyRole},                                             {},                                                               FieldsIn({O::kSafeAfter, O::kParts})},
+    {kBindUnsharded,      "bind_unsharded",       F::kBind,        P::kHost,         {kRead, kGathered | RolesIn({kParamSharded})},                  {},                                                               FieldsIn({O::kUnit})},
+    {kBindSharded,        "bind_sharded",         F::kBind,        P::kHost,         {kRead, kParamShards},                                          {},                                                               FieldsIn({O::kUnit})},
+    {kCopyIn,             "copy_in",              F::kCopy,        P::kStream,       {kRead, kShards | RolesIn({kModelBuffer})},                     {kWrite, kGathered | RolesIn({kAllGatherInput, kModelBuffer})},   0},
+    {kAllGather,          "all_gather",           F::kCollective,  P::kStream,       {kRead, kShards | kGathered | RolesIn({kOrderCheck, kGradSharded})}, {kWrite, kGathered | RolesIn({kOrderCheck, kGradUnshardedAccumulated})}, 0},
+    {kCopyOut,            "copy_out",             F::kCopy,        P::kStream,       {kRead, kShards | kGathered},                                   {kWrite, RolesIn({kParamUnsharded})},                             0},
+    {kReshardPostForward, "reshard_post_forward", F::kCopy,        P::kStream,       {kRead, kGathered},                                             {kWrite, RolesIn({kParamPostForwardShard})},                      0},
+    {kGradCopyIn,         "grad_copy_in",         F::kCopy,        P::kStream,       {kRead, kUnscattered},                                          {kWrite, kGradients},                                             0},
+    {kGradScale,          "grad_scale",           F::kScale,       P::kStreamOrHost, {kReadWrite, kGradients},                                       {},                                                               FieldsIn({O::kDivisor})},
+    {kGradZero,           "grad_zero",            F::kScale,       P::kStream,       {},                                                             {kWrite, kZeroed},                                                0},
+    {kReduceScatter,      "reduce_scatter",       F::kCollective,  P::kStream,       {kRead, kUnreduced | kInnerReduced},                            {kWrite, kReduced | kInnerReduced},                               FieldsIn({O::kReduceOp, O::kDivisor})},
+    {kAllReduce,          "all_reduce",           F::kCollective,  P::kStream,       {kReadWrite, kGradients | RolesIn({kOrderCheck})},              {},                                                               FieldsIn({O::kReduceOp, O::kDivisor})},
+    {kGradCast,           "grad_cast",            F::kCopy,        P::kStreamOrHost, {kRead, kGradients},                                            {kWrite, kGradients},                                             0},
+    {kGradAccumulate,     "grad_accumulate",      F::kCopy,        P::kStreamOrHost, {kRead, kGradients},                                            {kReadWrite, kGradients},                                         0},
+    {kCopyToHost,         "copy_to_host",         F::kCopy,        P::kStreamOrHost, {kRead, kAnyRole},                                              {kWrite, kAnyRole},                                               0},
+    {kCopyToDevice,       "copy_to_device",       F::kCopy,        P::kStreamOrHost, {kRead, kAnyRole},                                              {kWrite, kAnyRole},                                               0},
+    {kRecord,             "record",               F::kOrder,       P::kStream,       {},                                                             {},                                                               0},
+    {kWait,               "wait",                 F::kOrder,       P::kStream,       {},                                                             {},                                                               0},
+    {kHostWait,           "host_wait",            F::kOrder,       P::kHost,         {},                                                             {},                                                               0},
+    {kOptimizerStep,      "optimizer_step",       F::kOptimizer,   P::kStreamOrHost, {},                                                             {},                                                               FieldsIn({O::kUnit, O::kParameter})},
+    {kZeroGrad,           "zero_grad",            F::kOptimizer,   P::kHost,         {},                                                             {},                                                               FieldsIn({O::kUnit})},
+});
+// clang-format on
+
+using L = LifetimeEffect;
+using E = OrderEffect;
+using V = ValueEffect;
+using A = Arithmetic;
+using M = Movement;
+using C = CollectiveKind;
+using R = InstructionRange;
+
+// What it does.
+struct Effects {
+  InstructionKind kind;
+  LifetimeEffect lifetime;
+  OrderEffect order;
+  ValueEffect value;
+  Arithmetic arithmetic;
+  Movement movement;
+  std::optional<CollectiveKind> collective;
+  InstructionRange range;
+  std::string_view op;
+};
+inline constexpr std::nullopt_t kNo = std::nullopt;
+// clang-format off
+inline constexpr auto kEffects = std::to_array<Effects>({
+//   kind                  lifetime    order           value             arithmetic  movement            collective          range           PyTorch's operator
+    {kCompute,            L::kNone,   E::kNone,       V::kComputes,     A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
+    {kAllocate,           L::kBegins, E::kNone,       V::kNone,         A::kNone,   M::kNone,           kNo,                R::kOfRole,     ""},
+    {kFree,               L::kEnds,   E::kNone,       V::kNone,         A::kNone,   M::kNone,           kNo,                R::kOfRole,     ""},
+    {kBindUnsharded,      L::kNone,   E::kNone,       V::kNone,         A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
+    {kBindSharded,        L::kNone,   E::kNone,       V::kNone,         A::kNone,   M::kNone,           kNo,                R::kReshard,    ""},
+    {kCopyIn,             L::kNone,   E::kNone,       V::kUnshards,     A::kMove,   M::kToSlot,         kNo,                R::kAllGather,  "fsdp::all_gather_copy_in"},
+    {kAllGather,          L::kNone,   E::kMeets,      V::kUnshards,     A::kNone,   M::kNone,           C::kAllGather,      R::kAllGather,  ""},
+    {kCopyOut,            L::kNone,   E::kNone,       V::kUnshards,     A::kMove,   M::kFromSlots,      kNo,                R::kCopyOut,    "fsdp::split_with_sizes_copy"},
+    {kReshardPostForward, L::kNone,   E::kNone,       V::kUnshards,     A::kMove,   M::kToPostForward,  kNo,                R::kNone,       ""},
+    {kGradCopyIn,         L::kNone,   E::kNone,       V::kReduces,      A::kMove,   M::kToSlots,        kNo,                R::kReduce,     "fsdp::chunk_cat"},
+    {kGradScale,          L::kNone,   E::kNone,       V::kReduces,      A::kScale,  M::kNone,           kNo,                R::kReduce,     "aten::div_"},
+    {kGradZero,           L::kNone,   E::kNone,       V::kFillsZeros,   A::kZero,   M::kNone,           kNo,                R::kReduce,     "aten::zero_"},
+    {kReduceScatter,      L::kNone,   E::kMeets,      V::kReduces,      A::kNone,   M::kNone,           C::kReduceScatter,  R::kReduce,     ""},
+    {kAllReduce,          L::kNone,   E::kMeets,      V::kReduces,      A::kNone,   M::kNone,           C::kAllReduce,      R::kReduce,     ""},
+    {kGradCast,           L::kView,   E::kNone,       V::kReduces,      A::kCast,   M::kWithin,         kNo,                R::kReduce,     "aten::_to_copy"},
+    {kGradAccumulate,     L::kNone,   E::kNone,       V::kReduces,      A::kAdd,    M::kWithin,         kNo,                R::kReduce,     "aten::add_"},
+    {kCopyToHost,         L::kNone,   E::kNone,       V::kMovesMemory,  A::kMove,   M::kWithin,         kNo,                R::kReduce,     ""},
+    {kCopyToDevice,       L::kNone,   E::kNone,       V::kMovesMemory,  A::kMove,   M::kWithin,         kNo,                R::kAllGather,  ""},
+    {kRecord,             L::kNone,   E::kRecords,    V::kNone,         A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
+    {kWait,               L::kNone,   E::kWaits,      V::kNone,         A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
+    {kHostWait,           L::kNone,   E::kHostWaits,  V::kNone,         A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
+    {kOptimizerStep,      L::kNone,   E::kNone,       V::kSteps,        A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
+    {kZeroGrad,           L::kDrops,  E::kNone,       V::kNone,         A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
+});
+// clang-format on
+
+// In one line of Markdown.
+struct Says {
+  InstructionKind kind;
+  std::string_view says;
+};
+inline constexpr auto kSays = std::to_array<Says>({
+    {kCompute, "runs the segment"},
+    {kAllocate, "takes memory from the pool of that stream, in host order"},
+    {kFree,
+     "gives it back, in host order; work issued later on the stream it was allocated on may get it at once, "
+     "unless `safe_after` names streams whose work so far must finish first (`record_stream`). With `parts` "
+     "(indices into `parts_bytes`) only these go, and a `free` without `parts` ends the buffer: until then "
+     "only copies of unshard and reshard use it, between parameters whose parts are left"},
+    {kBindUnsharded,
+     "the modules' parameters become views of the buffer; where each shard is a buffer of its own, `src` is "
+     "the first"},
+    {kBindSharded, "... of the shard"},
+    {kCopyIn,
+     "cast if dtypes differ, flatten into this rank's slot of the all-gather buffer: the parameters that "
+     "both have"},
+    {kAllGather, "every rank gets the slots of all; `src` is its own slot, or `dst` itself"},
+    {kCopyOut, "all-gather output to unsharded parameters"},
+    {kReshardPostForward, "keep the shard of the smaller mesh, of the parameters that `dst` has"},
+    {kGradCopyIn,
+     "unsharded gradients, cast, chunked and padded, to the reduce-scatter input; what is partly reduced to "
+     "a buffer of more parameters"},
+    {kGradScale, "in place, times 1 / divisor"},
+    {kGradZero, "zeros, in the place of gradients that the backward did not make"},
+    {kReduceScatter,
+     "`reduce_op`: `sum` (default) or `average`. A sum with a `divisor` multiplies inputs by 1 / divisor "
+     "while it adds them (NCCL's PREMUL_SUM; Gloo has none, the cpu backend divides the input before)"},
+    {kAllReduce, "in place"},
+    {kGradCast, "to the dtype of the sharded gradient; a view when it is the same"},
+    {kGradAccumulate, "dst += src"},
+    {kCopyToHost, "offload"},
+    {kCopyToDevice, "... and back"},
+    {kRecord, "the stream records the event"},
+    {kWait, "the stream waits for the event"},
+    {kHostWait, "the host waits for the event (rate limiter, offloaded gradients)"},
+    {kOptimizerStep,
+     "of all units, of one, or of one parameter of one (ranks without a piece of it do nothing)"},
+    {kZeroGrad, "sharded gradients are dropped"},
 });
 
 consteval bool IsInOrder() {
-  for (std::size_t k = 0; k < kTable.size(); ++k) {
-    if (static_cast<std::size_t>(kTable[k].kind) != k) return false;
+  for (std::size_t k = 0; k < kInstructionKinds; ++k) {
+    const auto kind = static_cast<InstructionKind>(k);
+    if (kFields[k].kind != kind || kEffects[k].kind != kind || kSays[k].kind != kind) return false;
   }
   return true;
 }
-static_assert(IsInOrder() && kTable.size() == kInstructionKinds, "a row for every kind, in order");
+static_assert(kFields.size() == kInstructionKinds && kEffects.size() == kInstructionKinds &&
+                  kSays.size() == kInstructionKinds && IsInOrder(),
+              "a row for every kind in each of the three tables, in order");
+
+inline constexpr auto kTable = [] {
+  std::array<InstructionDescription, kInstructionKinds> table;
+  for (std::size_t k = 0; k < kInstructionKinds; ++k) {
+    const Fields& has = kFields[k];
+    const Effects& does = kEffects[k];
+    table[k] = {.kind = has.kind,
+                .name = has.name,
+                .family = has.family,
+                .place = has.place,
+                .src = has.src,
+                .dst = has.dst,
+                .event = has.family == InstructionFamily::kOrder,
+                .communicator = has.family == InstructionFamily::kCollective,
+                .segment = has.family == InstructionFamily::kCompute,
+                .optional = has.optional,
+                .lifetime = does.lifetime,
+                .order = does.order,
+                .value = does.value,
+                .arithmetic = does.arithmetic,
+                .movement = does.movement,
+                .collective = does.collective,
+                .range = does.range,
+                .op = does.op,
+                .says = kSays[k].says};
+  }
+  return table;
+}();
+
+// The columns agree with one another.
+static_assert([] {
+  for (const InstructionDescription& is : kTable) {
+    const bool meets = is.order == OrderEffect::kMeets;
+    if (is.collective.has_value() != is.communicator || meets != is.communicator) return false;
+    if ((is.family == InstructionFamily::kOrder) != (is.order != OrderEffect::kNone && !meets)) return false;
+    if ((is.family == InstructionFamily::kMemory) != (is.range == InstructionRange::kOfRole)) return false;
+    const bool works = is.family == InstructionFamily::kCopy || is.family == InstructionFamily::kScale;
+    if (works != (is.arithmetic != Arithmetic::kNone)) return false;
+    if ((is.family == InstructionFamily::kCopy) != (is.movement != Movement::kNone)) return false;
+  }
+  return true;
+}());
 
 }  // namespace instruction_set
 
@@ -311,6 +386,20 @@ constexpr bool IsWork(InstructionKind kind) {
       return false;
   }
   return false;
+}
+
+// Records and waits.
+constexpr bool IsOrder(InstructionKind kind) {
+  return DescriptionOf(kind).family == InstructionFamily::kOrder;
+}
+// A reduction of gradients between ranks.
+constexpr bool ReducesGradients(InstructionKind kind) {
+  return IsCollective(kind) && DescriptionOf(kind).value == ValueEffect::kReduces;
+}
+// The buffer that has the slots of all ranks: an all_gather's dst, every other collective's src.
+constexpr BufferId FullTensorOf(const Instruction& collective) {
+  return DescriptionOf(collective.kind).collective == CollectiveKind::kAllGather ? collective.dst
+                                                                                 : collective.src;
 }
 
 constexpr bool Reads(const BufferOperand& operand) {

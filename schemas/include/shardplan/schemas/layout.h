@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "shardplan/schemas/buffer_roles.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
@@ -28,9 +29,6 @@ struct RowRange {
 };
 RowRange ChunkRows(std::int64_t rows, std::int64_t pieces, std::int64_t index);
 
-// Whether a buffer of that role holds gradients that are reduced over the inner ranks alone: of each rank of
-// the second level the pieces, rank by rank.
-bool IsInnerReduced(BufferRole role);
 // The place of piece `piece` of the shards in the input of the first of two reductions, which is over `inner`
 // of `shards` ranks. The pieces that a rank of the first level gets lie one behind the other, in the order of
 // the ranks of the second. `inner` = `shards`: rank by rank.
@@ -46,6 +44,15 @@ std::vector<std::int64_t> ShardShape(const UnitParameter& parameter, std::int64_
 
 // Dtype that a parameter is gathered and computed in: its own, where it has one, or its unit's.
 DType ComputeDType(const Unit& unit, const UnitParameter& parameter);
+
+// Dtype of what is gathered of it: of the first tensor where an extension makes several.
+DType GatheredDType(const Unit& unit, const UnitParameter& parameter);
+
+// Whether the buffer holds what is gathered: of an all-gather input, not a copy of the shard on the device.
+bool HoldsGathered(const Unit& unit, const Buffer& buffer);
+// Dtype of a parameter in a buffer of its unit. A buffer of several dtypes is gathered as bytes and keeps
+// them.
+DType DTypeIn(const Unit& unit, const UnitParameter& parameter, const Buffer& buffer);
 
 // Parameters that a buffer holds: Buffer::parameters, or all of its unit's when that is empty.
 std::vector<std::int32_t> ParametersOf(const Plan& plan, const Buffer& buffer);

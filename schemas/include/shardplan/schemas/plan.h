@@ -156,6 +156,8 @@ struct Buffer {
   bool operator==(const Buffer&) const = default;
 };
 
+inline bool IsOnHost(const Buffer& buffer) { return buffer.memory != MemoryKind::kDevice; }
+
 struct PlanStream {
   std::string name;  // "compute", "all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"
   std::int32_t priority = 0;

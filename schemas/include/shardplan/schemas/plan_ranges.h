@@ -80,7 +80,7 @@ class PlanRanges {
   bool InBackward() const {
     return trigger_ == TriggerKind::kPostBackward || trigger_ == TriggerKind::kBackwardEnd;
   }
-  bool HasRole(BufferId buffer, BufferRole role) const;
+  bool MovesActivation(const Instruction& instruction) const;
   Range RangeOf(const Instruction& instruction) const;
   Range RangeOfMemory(BufferId buffer, bool allocates) const;
 

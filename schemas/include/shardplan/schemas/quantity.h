@@ -28,4 +28,14 @@ struct Quantity {
 using Bytes = Quantity<struct BytesTag>;
 using Nanoseconds = Quantity<struct NanosecondsTag>;
 
+// Every size that LibTorch's caching allocators hand out is a multiple of it (c10/core/AllocatorConfig.h).
+inline constexpr std::int64_t kMinBlockBytes = 512;
+
+constexpr std::int64_t RoundUp(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// What a tensor takes, without settings that round sizes further.
+constexpr Bytes InBlocks(Bytes requested) { return {RoundUp(requested.value, kMinBlockBytes)}; }
+
 }  // namespace shardplan

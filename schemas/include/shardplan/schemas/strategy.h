@@ -6,6 +6,7 @@
 // not always the same as any value (fully_shard's reshard_after_forward=None is True for all but the root).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -229,6 +230,7 @@ struct ActivationOffload {
 
 // The arguments of torch.optim that decide what it allocates. Numbers (lr, betas, dampening) change nothing.
 enum class OptimizerKind : std::uint8_t { kNone, kSgd, kAdamW, kAdam, kAdafactor };
+inline constexpr std::size_t kOptimizerKinds = static_cast<std::size_t>(OptimizerKind::kAdafactor) + 1;
 enum class OptimizerImplementation : std::uint8_t { kForLoop, kForeach, kFused };
 struct Optimizer {
   OptimizerKind kind = OptimizerKind::kAdamW;

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 on a mesh of two dimensions, with what real scripts do beside it: Gloo, objects, barriers, a data loader's workers, a checkpoint, a handler of SIGTERM. Prints one line for each."""
+"""FSDP2 on a mesh of two dimensions, with what real scripts do beside it: Gloo, objects, barriers, a data loader's
+workers, a checkpoint, a handler of SIGTERM. Prints one line for each."""
 
 import os
 import signal
@@ -63,7 +64,13 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         dcp.save({"model": model.state_dict()}, checkpoint_id=os.path.join(FOLDER, "checkpoint"))
-        print("most", step, torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["allocated_bytes.all.peak"], flush=True)
+        print(
+            "most",
+            step,
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.memory_stats()["allocated_bytes.all.peak"],
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

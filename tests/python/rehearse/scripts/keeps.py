@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves over files of a real training and loads what it saved, profiles the device, and scatters objects by keyword: keeps.py FOLDER."""
+"""Saves over files of a real training and loads what it saved, profiles the device, and scatters objects by keyword:
+keeps.py FOLDER."""
 
 import os
 import sys
@@ -24,7 +25,11 @@ for step in range(2):
     torch.save(torch.zeros(10), f"{folder}/new.pt")
 print("loaded", torch.load(f"{folder}/new.pt").shape)
 part = [None]
-dist.scatter_object_list(scatter_object_output_list=part, scatter_object_input_list=list(range(dist.get_world_size())), src=0)
-with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
+dist.scatter_object_list(
+    scatter_object_output_list=part, scatter_object_input_list=list(range(dist.get_world_size())), src=0
+)
+with torch.profiler.profile(
+    activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+) as profile:
     model(torch.randn(8, 4096, device="cuda"))
 print("part", part, "profiled", len(profile.key_averages()) > 0)

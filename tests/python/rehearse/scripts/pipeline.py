@@ -14,10 +14,15 @@ dist.init_process_group("nccl")
 rank, world = dist.get_rank(), dist.get_world_size()
 width = 256
 model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).to(device)
-schedule = ScheduleGPipe(PipelineStage(model, rank, world, device), 2, loss_fn=lambda output, target: (output - target).square().mean())
+schedule = ScheduleGPipe(
+    PipelineStage(model, rank, world, device), 2, loss_fn=lambda output, target: (output - target).square().mean()
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(2):
-    schedule.step(*([torch.randn(8, width, device=device)] if rank == 0 else []), **({"target": torch.randn(8, width, device=device)} if rank == world - 1 else {}))
+    schedule.step(
+        *([torch.randn(8, width, device=device)] if rank == 0 else []),
+        **({"target": torch.randn(8, width, device=device)} if rank == world - 1 else {}),
+    )
     optimizer.step()
     optimizer.zero_grad()
 print("stage", rank, "of", world)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter, compiled for the torch at hand: by the first `import shardplan.torch`, the first `shardplan run`, or `shardplan doctor --build`. The device in
-software: by the first `shardplan rehearse`."""
+"""The adapter, compiled for the torch at hand: by the first `import shardplan.torch`, the first `shardplan run`, or
+`shardplan doctor --build`. The device in software: by the first `shardplan rehearse`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def comes_with_sources() -> bool:
 
 
 def built() -> Built:
-    """The module and the program for the torch, the Python and the compiler at hand. Imports torch. Compiles them where they are not kept yet; NotBuilt says
-    why that cannot be done. Ranks of a node that call it together compile once."""
+    """The module and the program for the torch, the Python and the compiler at hand. Imports torch. Compiles them where
+    they are not kept yet; NotBuilt says why that cannot be done. Ranks of a node that call it together compile once."""
     return _adapter_in(_find(compile.ADAPTER, _get))
 
 
@@ -40,7 +40,10 @@ def kept() -> Built | None:
 def built_device() -> Path:
     """The folder of libshardplan_device.so and its kernels, as `built`, and without an import of torch."""
     if (facts := machine.facts(imports_torch=False)).cuda == "None":
-        raise NotBuilt(f"torch {facts.torch} is built without CUDA, whose code the device in software runs: pip install torch=={facts.torch.split('+')[0]} (no GPU is needed)")
+        raise NotBuilt(
+            f"torch {facts.torch} is built without CUDA, whose code the device in software runs: pip install "
+            f"torch=={facts.torch.split('+')[0]} (no GPU is needed)"
+        )
     return _find(compile.DEVICE, _get, imports_torch=False)
 
 
@@ -61,7 +64,9 @@ def _find(part: compile.Part, how, imports_torch: bool = True):
 
 
 def _get(part: compile.Part, facts: machine.Facts, compiler: machine.Compiler) -> Path:
-    return cache.get(_key(part, facts), compiler.key, lambda folder: compile.compile_into(folder, part, facts, compiler))
+    return cache.get(
+        _key(part, facts), compiler.key, lambda folder: compile.compile_into(folder, part, facts, compiler)
+    )
 
 
 def _key(part: compile.Part, facts: machine.Facts) -> tuple[str, ...]:

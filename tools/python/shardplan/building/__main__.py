@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m shardplan.building ARGUMENT...`: shardplan-run of the torch at hand, compiled where it is not yet. `shardplan run` calls it."""
+"""`python -m shardplan.building ARGUMENT...`: shardplan-run of the torch at hand, compiled where it is not yet.
+`shardplan run` calls it."""
 
 import os
 import sys

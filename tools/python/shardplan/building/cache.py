@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was compiled, on disk: a folder for each set of what they depend on, made whole or not at all, once for the ranks of a node."""
+"""Compiled modules on disk: a folder for each set of facts that they depend on. It is made whole or not at all, once
+for the ranks of a node."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def kept_of_any_compiler(facts: tuple[str, ...]) -> Path | None:
 
 
 def get(facts: tuple[str, ...], compiler: str, make: Callable[[Path], None]) -> Path:
-    """What is kept for these. make(folder): leaves it in the folder; the NotBuilt that it raises is raised in the processes that waited for it, too."""
+    """The folder that is kept for these facts. make(folder): fills the folder; its NotBuilt is raised in the processes
+    that waited for it, too."""
     folder = _folder(facts, compiler)
     if (found := _kept(folder)) is None:
         started = time.time()
@@ -61,7 +63,8 @@ def _digest(*facts: str) -> str:
 
 
 def _kept(folder: Path) -> Path | None:
-    """None, too, where a file is not what was made: a part of a module that is mapped ends the process without a word."""
+    """None, too, where a file is not what was made: a part of a module that is mapped ends the process without a
+    word."""
     try:
         names = json.loads((folder / _WHOLE).read_text())
         whole = all(_digest_of(folder / name) == digest for name, digest in names["sha256"].items())
@@ -75,7 +78,8 @@ def _digest_of(path: Path) -> str:
 
 
 def _made(folder: Path, facts: tuple[str, ...], make: Callable[[Path], None]) -> Path:
-    for left in (folder, *folder.parent.glob(f"{folder.name}.part*")):  # by a process that was killed: no other has the lock
+    # A process that was killed has left it: no other has the lock.
+    for left in (folder, *folder.parent.glob(f"{folder.name}.part*")):
         shutil.rmtree(left, ignore_errors=True)
     part = folder.with_name(f"{folder.name}.part{os.getpid()}")
     part.mkdir()
@@ -114,14 +118,18 @@ def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, files.CannotWrite) as error:
-        raise NotBuilt(f"what is compiled cannot be kept in {folder.parent} ({getattr(error, 'strerror', None) or error}): set SHARDPLAN_CACHE to a folder that can be written, or "
-                       "run `shardplan doctor --build` where this one can") from error
+        raise NotBuilt(
+            f"what is compiled cannot be kept in {folder.parent} ({getattr(error, 'strerror', None) or error}): set "
+            "SHARDPLAN_CACHE to a folder that can be written, or "
+            "run `shardplan doctor --build` where this one can"
+        ) from error
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as file:  # it stays: a removed one would be two
+    # It stays: a removed one would be two.
+    with open(os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as file:
         begin, told = time.monotonic(), False
         while True:
             try:

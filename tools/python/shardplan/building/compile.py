@@ -34,19 +34,30 @@ class Part:
 
 
 ADAPTER = Part("the adapter", (), ("python/_shardplan*.so", "bin/shardplan-run"))
-DEVICE = Part("the device in software", ("shardplan_device", "shardplan_device_kernels"), ("device/libshardplan_device*.so", "device/torch_version"))
+DEVICE = Part(
+    "the device in software",
+    ("shardplan_device", "shardplan_device_kernels"),
+    ("device/libshardplan_device*.so", "device/torch_version"),
+)
 
 
 def compile_into(folder: Path, part: Part, facts: machine.Facts, compiler: machine.Compiler) -> None:
-    """Leaves the part's files in the folder. NotBuilt: with the compiler's first complaint, and where its whole log is."""
+    """Leaves the part's files in the folder. NotBuilt: with the compiler's first complaint, and where its whole log
+    is."""
     machine.check_python_headers()
     cmake, ninja = machine.program("cmake"), machine.program("ninja")
     work, log = folder / "work", folder.parent / f"{folder.name.split('.')[0]}.log"
-    configure = [cmake, "-S", machine.SOURCES, "-B", work, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DCMAKE_CXX_COMPILER={compiler.path}",
-                 "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_CXX_FLAGS_RELEASE={machine.FLAGS}", f"-DSHARDPLAN_TORCH_DIR={facts.torch_folder}",
-                 f"-DPython3_EXECUTABLE={sys.executable}", f"-DPython3_INCLUDE_DIR={sysconfig.get_path('include')}"]
+    configure = [
+        cmake, "-S", machine.SOURCES, "-B", work, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}",
+        f"-DCMAKE_CXX_COMPILER={compiler.path}", "-DCMAKE_BUILD_TYPE=Release",
+        f"-DCMAKE_CXX_FLAGS_RELEASE={machine.FLAGS}", f"-DSHARDPLAN_TORCH_DIR={facts.torch_folder}",
+        f"-DPython3_EXECUTABLE={sys.executable}", f"-DPython3_INCLUDE_DIR={sysconfig.get_path('include')}",
+    ]
     begin = time.monotonic()
-    _say(f"compiling {part.title} for torch {facts.torch}, {facts.python}, with {compiler.title}: once, a minute or two on two processors")
+    _say(
+        f"compiling {part.title} for torch {facts.torch}, {facts.python}, with {compiler.title}: once, a minute or "
+        "two on two processors"
+    )
     _run([str(word) for word in configure], part, log, begin)
     _run([ninja, "-C", str(work), "-j", str(machine.jobs()), *part.targets], part, log, begin)
     for made in [path for pattern in part.files for path in work.glob(pattern)]:
@@ -67,7 +78,10 @@ def _run(command: list[str], part: Part, log: Path, begin: float) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     with open(log, "w+b") as output:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment(), preexec_fn=ends_with_this_process)
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment(),
+            preexec_fn=ends_with_this_process,
+        )
         try:
             while child.poll() is None:
                 time.sleep(0.1)
@@ -84,7 +98,11 @@ def _run(command: list[str], part: Part, log: Path, begin: float) -> None:
 
 def _environment() -> dict[str, str]:
     """Flags of the user's would change what is kept under the same key."""
-    return {name: value for name, value in os.environ.items() if name not in ("CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CMAKE_GENERATOR", "NINJA_STATUS")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CMAKE_GENERATOR", "NINJA_STATUS")
+    }
 
 
 def _progress(log: Path) -> str:

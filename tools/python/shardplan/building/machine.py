@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter is compiled with: torch, Python, a compiler, CMake and Ninja. Each function raises NotBuilt where something is missing, and says what to install."""
+"""The tools that compile the adapter: torch, Python, a compiler, CMake and Ninja. Each function raises NotBuilt where
+something is missing, and says what to install."""
 
 from __future__ import annotations
 
@@ -56,18 +57,30 @@ class Facts:
 
 def facts(imports_torch: bool = True) -> Facts:
     """imports_torch=False: what torch's version file says is believed, which takes no seconds."""
-    if problem := why_no_torch() if imports_torch else "" if has_torch() else f"torch is not installed: {how_to_install('torch')}":
+    if (
+        problem := why_no_torch()
+        if imports_torch
+        else ""
+        if has_torch()
+        else f"torch is not installed: {how_to_install('torch')}"
+    ):
         raise NotBuilt(problem)
     folder = Path(importlib.util.find_spec("torch").origin).resolve().parent
     version = runpy.run_path(str(folder / "version.py"))
     machines = sorted(path.name for path in (SOURCES / "lib").iterdir())
     if sys.platform != "linux" or platform.machine() not in machines:
-        raise NotBuilt(f"this shardplan is for {' and '.join(machines)} (found {platform.machine()}, {sys.platform}): pip install --force-reinstall shardplan")
-    return Facts(digest(SOURCES), str(version["__version__"]), str(version["git_version"]), str(folder), str(version["cuda"]), sysconfig.get_config_var("SOABI"), FLAGS)
+        raise NotBuilt(
+            f"this shardplan is for {' and '.join(machines)} (found {platform.machine()}, {sys.platform}): pip "
+            "install --force-reinstall shardplan"
+        )
+    return Facts(
+        digest(SOURCES), str(version["__version__"]), str(version["git_version"]), str(folder), str(version["cuda"]),
+        sysconfig.get_config_var("SOABI"), FLAGS,
+    )
 
 
 def digest(folder: Path) -> str:
-    """Of the names and the bytes of the files in it."""
+    """A digest of the names and the bytes of the files in the folder."""
     whole = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         data = path.read_bytes()
@@ -80,7 +93,9 @@ def find_compiler(search: str | None = None) -> Compiler:
     """$CXX; else g++, else the newest g++-NN. search: folders as in $PATH."""
     if given := os.environ.get("CXX"):
         return _checked(given, search)
-    newest_first = [name for number in range(_NEWEST_GXX, LEAST_GXX - 1, -1) if (name := shutil.which(f"g++-{number}", path=search))]
+    newest_first = [
+        name for number in range(_NEWEST_GXX, LEAST_GXX - 1, -1) if (name := shutil.which(f"g++-{number}", path=search))
+    ]
     plain = shutil.which("g++", path=search)
     if plain and (_major(plain) >= LEAST_GXX or not newest_first):
         return _checked(plain, search)
@@ -90,7 +105,10 @@ def find_compiler(search: str | None = None) -> Compiler:
 
 
 def _install_compiler() -> str:
-    return f"g++ {LEAST_GXX} or later is needed (apt-get install g++-{LEAST_GXX}, dnf install gcc-toolset-{LEAST_GXX + 1}, conda install gxx), and CXX names it where it is not on the PATH"
+    return (
+        f"g++ {LEAST_GXX} or later is needed (apt-get install g++-{LEAST_GXX}, dnf install "
+        f"gcc-toolset-{LEAST_GXX + 1}, conda install gxx), and CXX names it where it is not on the PATH"
+    )
 
 
 def _checked(name: str, search: str | None) -> Compiler:
@@ -101,7 +119,9 @@ def _checked(name: str, search: str | None) -> Compiler:
     if "clang" in version.lower() or (major := _major(path)) == 0:
         raise NotBuilt(f"{path} is no g++ (found {version or 'nothing that it says'}): {_install_compiler()}")
     if major < LEAST_GXX:
-        raise NotBuilt(f"{path} is g++ {_first_line([path, '-dumpfullversion'])}, which is too old: {_install_compiler()}")
+        raise NotBuilt(
+            f"{path} is g++ {_first_line([path, '-dumpfullversion'])}, which is too old: {_install_compiler()}"
+        )
     return Compiler(path, version)
 
 
@@ -122,13 +142,19 @@ def check_python_headers() -> None:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        raise NotBuilt(f"Python's headers are not there (found no {header}): apt-get install python{version}-dev, dnf install python{version}-devel")
+        raise NotBuilt(
+            f"Python's headers are not there (found no {header}): apt-get install python{version}-dev, dnf install "
+            f"python{version}-devel"
+        )
 
 
 def program(name: str) -> str:
     """cmake or ninja: that of the environment's package, else that of the PATH."""
     try:
-        packaged = Path(getattr(importlib.import_module(name), f"{name.upper()}_BIN_DIR" if name == "cmake" else "BIN_DIR")) / name
+        packaged = (
+            Path(getattr(importlib.import_module(name), f"{name.upper()}_BIN_DIR" if name == "cmake" else "BIN_DIR"))
+            / name
+        )
     except (ImportError, AttributeError):
         packaged = Path()
     found = str(packaged) if packaged.is_file() else shutil.which(name)

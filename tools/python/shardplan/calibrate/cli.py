@@ -20,34 +20,70 @@ from shardplan.installing import why_no_torch
 from shardplan.runs.figures import FIGURES, named
 
 _DESCRIPTION = """\
-Measure the machine at hand, and write what was measured, or the cluster document that follows from it. A measurement that fails is noted
+Measure the machine at hand, and write what was measured, or the cluster document that follows from it. A measurement \
+that fails is noted
 in the file, and the others go on."""
 _EPILOG = """\
 examples:
   shardplan calibrate --device cuda --measured h100.json            measure, and keep the measurements
   shardplan calibrate --from h100.json -o h100.cluster.json         a cluster document from them
   shardplan calibrate --device cpu --ranks 2 -o here.cluster.json   both, on two CPU ranks with Gloo
-  shardplan calibrate --from measured.json --plan plan.json -o here.cluster.json     few figures, from a training's profile
+  shardplan calibrate --from measured.json --plan plan.json -o here.cluster.json     few figures, from a training's \
+profile
   torchrun --nproc-per-node 8 -m shardplan.calibrate --measured node.json
 
 exit codes: 0 done, 1 some measurements failed, 2 usage, 3 bad input, 4 environment"""
 
 
 def parser() -> argparse.ArgumentParser:
-    result = ArgumentParser(prog="shardplan calibrate", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = ArgumentParser(
+        prog="shardplan calibrate",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     result.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
-    result.add_argument("--ranks", type=int, metavar="N", help="processes to start on this machine (default: one for each GPU, 1 on a CPU); torchrun's, where it is used")
-    result.add_argument("--seconds", type=float, default=200, metavar="S", help="time for all measurements (default: 200)")
-    result.add_argument("--only", default="", metavar="NAMES", help="these measurements alone, of: " + ",".join(SECTIONS))
+    result.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="processes to start on this machine (default: one for each GPU, 1 on a CPU); torchrun's, where it is used",
+    )
+    result.add_argument(
+        "--seconds", type=float, default=200, metavar="S", help="time for all measurements (default: 200)"
+    )
+    result.add_argument(
+        "--only", default="", metavar="NAMES", help="these measurements alone, of: " + ",".join(SECTIONS)
+    )
     result.add_argument("--quick", action="store_true", help="few and small sizes: whether it works at all")
-    result.add_argument("--threads", type=int, metavar="N", help="of torch on a CPU rank (default: the cores divided by the ranks)")
+    result.add_argument(
+        "--threads", type=int, metavar="N", help="of torch on a CPU rank (default: the cores divided by the ranks)"
+    )
     result.add_argument("--measured", type=file_name, metavar="FILE", help="write the measurements")
-    result.add_argument("--from", dest="source", nargs="+", type=file_name, metavar="FILE", help="measure nothing: fit to these measurements, or to measured reports (import-profile)")
-    result.add_argument("--plan", nargs="+", type=file_name, default=[], metavar="FILE", help="of measured reports: the plans that they were measured with")
-    result.add_argument("--figures", type=lambda text: named(text, len(FIGURES)), metavar="NAME,...", help=f"of measured reports: what is fitted, of {', '.join(FIGURES)} (default: {','.join(DEFAULT_FIGURES)})")
-    result.add_argument("--base", type=file_name, metavar="CLUSTER", help="take from this cluster what was not measured (default: nothing; for reports the plan's own cluster)")
+    result.add_argument(
+        "--from", dest="source", nargs="+", type=file_name, metavar="FILE",
+        help="measure nothing: fit to these measurements, or to measured reports (import-profile)",
+    )
+    result.add_argument(
+        "--plan", nargs="+", type=file_name, default=[], metavar="FILE",
+        help="of measured reports: the plans that they were measured with",
+    )
+    result.add_argument(
+        "--figures",
+        type=lambda text: named(text, len(FIGURES)),
+        metavar="NAME,...",
+        help=f"of measured reports: what is fitted, of {', '.join(FIGURES)} (default: {','.join(DEFAULT_FIGURES)})",
+    )
+    result.add_argument(
+        "--base",
+        type=file_name,
+        metavar="CLUSTER",
+        help="take from this cluster what was not measured (default: nothing; for reports the plan's own cluster)",
+    )
     result.add_argument("--name", help="of the cluster document")
-    result.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the cluster document; - for standard output")
+    result.add_argument(
+        "-o", "--output", type=file_name, metavar="FILE", help="write the cluster document; - for standard output"
+    )
     return result
 
 
@@ -97,7 +133,9 @@ def main() -> int:
         parser().error(f"--only: no such measurement {unknown[0]}, expected some of {','.join(SECTIONS)}")
     outputs = [path for path in (options.measured, options.output) if path]
     if len(outputs) == 2 and os.path.realpath(outputs[0]) == os.path.realpath(outputs[1]):
-        parser().error(f"--measured and -o: two outputs are one file (found {printable_name(outputs[0])}, expected two)")
+        parser().error(
+            f"--measured and -o: two outputs are one file (found {printable_name(outputs[0])}, expected two)"
+        )
     try:
         for path in outputs:
             files.check_output(path, [read for read in (*(options.source or []), *options.plan, options.base) if read])
@@ -140,7 +178,10 @@ def _fit(options: argparse.Namespace, measured: dict | None) -> int:
                 return _fit_to_reports(options, read)
             if len(read) > 1 or options.plan or options.figures:
                 extra = read[1][0] if len(read) > 1 else "--plan" if options.plan else "--figures"
-                raise fit.BadMeasurements(f"{read[0][0]}: these are measurements of a machine, which are fitted alone (found {extra} besides, expected one file and no more)")
+                raise fit.BadMeasurements(
+                    f"{read[0][0]}: these are measurements of a machine, which are fitted alone (found {extra} "
+                    "besides, expected one file and no more)"
+                )
             measured = fit.checked(*read[0])
         files.write_text(options.output or "-", fit.cluster_text(measured, options.base, options.name))
     except fit.BadMeasurements as error:
@@ -158,7 +199,10 @@ def _fit_to_reports(options: argparse.Namespace, read: list[tuple[str, dict]]) -
     for path, document in read:
         if not from_reports.is_report(document):
             found = document.get("schema") if isinstance(document, dict) else type(document).__name__
-            raise fit.BadMeasurements(f"{path}: no measured report (found {found!r} at /schema, expected {from_reports.REPORT_SCHEMA!r} as of the other files)")
+            raise fit.BadMeasurements(
+                f"{path}: no measured report (found {found!r} at /schema, expected {from_reports.REPORT_SCHEMA!r} as "
+                "of the other files)"
+            )
     text, table = from_reports.fitted(read, options.plan, options.base, options.figures, _log)
     if options.name:
         text = text.replace(f'"name": {json.dumps(json.loads(text)["name"])}', f'"name": {json.dumps(options.name)}', 1)
@@ -188,7 +232,11 @@ def _measure_on_ranks(options: argparse.Namespace) -> dict | None:
         _log("error: there is no GPU that torch can use (found none, expected one, or --device cpu)")
         return None
     started = "RANK" in os.environ
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if started else options.ranks or (torch.cuda.device_count() if device == "cuda" else 1)
+    ranks = (
+        int(os.environ.get("WORLD_SIZE", "1"))
+        if started
+        else options.ranks or (torch.cuda.device_count() if device == "cuda" else 1)
+    )
     if started:
         return _measure(options, device, int(os.environ["RANK"]), ranks)
     from shardplan.calibrate import ranks as processes
@@ -216,7 +264,10 @@ def _measure(options: argparse.Namespace, kind: str, rank: int, ranks: int) -> d
         torch.backends.cuda.matmul.allow_tf32 = True
     else:
         torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // ranks))
-    measured = {"schema": "shardplan.measured/1", "device": _describe(device), "ranks": ranks, "ranks_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", ranks))}
+    measured = {
+        "schema": "shardplan.measured/1", "device": _describe(device), "ranks": ranks,
+        "ranks_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
+    }
     failed = []
     wanted = [name for name in SECTIONS if not options.only or name in options.only.split(",")]
     # One GPU alone has no peers to measure, but what issuing a collective takes it has.
@@ -233,7 +284,8 @@ def _measure(options: argparse.Namespace, kind: str, rank: int, ranks: int) -> d
             continue
         if joined:
             torch.distributed.barrier()
-        # Rank 0 measures a GPU of its own alone, the others wait for it. CPU ranks share cores, caches and memory: they measure at once, as they train.
+        # Rank 0 measures a GPU of its own alone, the others wait for it. CPU ranks share cores, caches and memory: they
+        # measure at once, as they train.
         if rank > 0 and not of_ranks and kind == "cuda":
             continue
         rows = measured.setdefault(name, [])
@@ -249,7 +301,10 @@ def _measure(options: argparse.Namespace, kind: str, rank: int, ranks: int) -> d
             if kind == "cuda":
                 torch.cuda.empty_cache()
         if rank == 0:
-            _log(f"{name}: {len(rows)} measurements in {time.monotonic() - begin:.1f} s" + (f", then {failed[-1]['error']}" if failed and failed[-1]["what"] == name else ""))
+            _log(
+                f"{name}: {len(rows)} measurements in {time.monotonic() - begin:.1f} s"
+                + (f", then {failed[-1]['error']}" if failed and failed[-1]["what"] == name else "")
+            )
             if options.measured:  # what there is, in case the rest never ends
                 files.write_text(options.measured, as_text(measured | {"failed": failed, "whole": False}))
     measured |= {"failed": failed, "whole": not failed}
@@ -284,7 +339,10 @@ def _describe(device) -> dict:
             except Exception:  # noqa: BLE001, PERF203 (needs pynvml)
                 continue
     else:
-        described |= {"name": _cpu_name(), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "threads": torch.get_num_threads()}
+        described |= {
+            "name": _cpu_name(), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "threads": torch.get_num_threads(),
+        }
     return described
 
 

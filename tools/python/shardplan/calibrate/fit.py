@@ -47,7 +47,9 @@ def checked(path: str, measured: object) -> dict:
         found = measured.get("schema") if isinstance(measured, dict) else type(measured).__name__
         raise BadMeasurements(f"{path}: no measurements (found {found!r} at /schema, expected {_SCHEMA!r})")
     if not isinstance(measured.get("device"), dict) or not isinstance(measured["device"].get("memory_bytes"), int):
-        raise BadMeasurements(f"{path}: /device/memory_bytes is missing (found {measured.get('device')!r}, expected an integer)")
+        raise BadMeasurements(
+            f"{path}: /device/memory_bytes is missing (found {measured.get('device')!r}, expected an integer)"
+        )
     for section, fields in _NEEDED.items():
         rows = measured.get(section, [])
         if not isinstance(rows, list):
@@ -68,8 +70,13 @@ def cluster_text(measured: dict, base: str | None, name: str | None) -> str:
         if not tables:
             return json.dumps(document, indent=2) + "\n"
         files.write_text(Path(folder) / "base.json", json.dumps(document))
-        source = f"shardplan calibrate, {measured['device'].get('name', 'device')}, torch {measured['device'].get('torch', '')}"
-        arguments = [program, "cost", *tables, "--fit", str(Path(folder) / "base.json"), "-o", "-", "--source", source, "-q"]
+        source = (
+            f"shardplan calibrate, {measured['device'].get('name', 'device')}, torch "
+            f"{measured['device'].get('torch', '')}"
+        )
+        arguments = [
+            program, "cost", *tables, "--fit", str(Path(folder) / "base.json"), "-o", "-", "--source", source, "-q",
+        ]
         try:
             done = subprocess.run(arguments, capture_output=True, text=True, check=False)
         except OSError as error:
@@ -99,11 +106,17 @@ def _document(measured: dict, base: dict, name: str | None) -> dict:
     sources = {entry["figure"]: entry for entry in base.get("sources", [])}
 
     def know(figure: str, rows: list[dict], note: str = "") -> None:
-        sources[figure] = {"figure": figure, "origin": "measured", "off_ppm": _spread(rows), **({"note": note} if note else {})}
+        sources[figure] = {
+            "figure": figure, "origin": "measured", "off_ppm": _spread(rows), **({"note": note} if note else {}),
+        }
 
-    device = base.get("device", {}) | {"name": described.get("name", "device"), "memory_bytes": described["memory_bytes"], "table_name": "measured"}
+    device = base.get("device", {}) | {
+        "name": described.get("name", "device"), "memory_bytes": described["memory_bytes"], "table_name": "measured",
+    }
     if described.get("context_bytes"):
         device["context_bytes"] = described["context_bytes"]
+    if described.get("multiprocessors"):
+        device["multiprocessors"] = described["multiprocessors"]
     if rows := measured.get("memory", []):
         device |= memory_rates(rows) if on_gpu else memory_rates_of_cpu(rows)
         know("memory", rows)
@@ -133,7 +146,9 @@ def _document(measured: dict, base: dict, name: str | None) -> dict:
         know("collectives", measured["collectives"])
     document["links"] = links
     document["collectives"] = base.get("collectives", [])
-    for field in ("compute_rate_while_communicating_ppm", "communication_rate_while_computing_ppm", "host_link_bytes_per_second"):
+    for field in (
+        "compute_rate_while_communicating_ppm", "communication_rate_while_computing_ppm", "host_link_bytes_per_second",
+    ):
         if field in base:
             document[field] = base[field]
     for row in measured.get("overlap", [])[-1:]:
@@ -144,7 +159,10 @@ def _document(measured: dict, base: dict, name: str | None) -> dict:
             document["communication_rate_while_computing_ppm"] = _part(row["other_rate_ppm"])
             know("communication_slowdown", [row.get("other", {})], beside)
     if rows := measured.get("copies", []):
-        best = {d: max((_rate(row["size_bytes"], row) for row in rows if row["direction"] == d), default=0) for d in ("to_device", "to_host")}
+        best = {
+            d: max((_rate(row["size_bytes"], row) for row in rows if row["direction"] == d), default=0)
+            for d in ("to_device", "to_host")
+        }
         document["host_link_bytes_per_second"] = min(rate for rate in best.values() if rate)
         know("host_link", rows)
     document["sources"] = [sources[figure] for figure in sources]
@@ -165,12 +183,17 @@ def _rate(amount: int, row: dict) -> int:
 
 def _spread(rows: list[dict]) -> int:
     """Half of the distance between least and most, as a part of the duration: the median of the rows."""
-    parts = [(row["most_ns"] - row["least_ns"]) / 2 / row["duration_ns"] for row in rows if row.get("duration_ns", 0) > 0 and "most_ns" in row]
+    parts = [
+        (row["most_ns"] - row["least_ns"]) / 2 / row["duration_ns"]
+        for row in rows
+        if row.get("duration_ns", 0) > 0 and "most_ns" in row
+    ]
     return min(1_000_000, round(1e6 * statistics.median(parts))) if parts else 0
 
 
 def memory_rates(rows: list[dict]) -> dict:
-    """Peak rate, the part of it that kernels reach by their bytes (the median of those within a factor of two), and the shortest kernel."""
+    """Peak rate, the part of it that kernels reach by their bytes (the median of those within a factor of two), and the
+    shortest kernel."""
     moved = [(_moved(row), row) for row in rows]
     peak = max(_rate(size, row) for size, row in moved)
     largest = max(size for size, _ in moved)
@@ -179,18 +202,30 @@ def memory_rates(rows: list[dict]) -> dict:
     octaves = collections.defaultdict(list)
     for size, row in moved:
         octaves[size.bit_length() - 1].append(min(1.0, _rate(size, row) / peak))
-    curve = [{"moved_bytes": 1 << power, "efficiency_ppm": _part(round(1e6 * statistics.median(parts)))} for power, parts in sorted(octaves.items())]
-    return {"memory_bytes_per_second": peak, "memory_efficiency": curve, "kernel_overhead_ns": min(row["duration_ns"] for _, row in moved)}
+    curve = [
+        {"moved_bytes": 1 << power, "efficiency_ppm": _part(round(1e6 * statistics.median(parts)))}
+        for power, parts in sorted(octaves.items())
+    ]
+    return {
+        "memory_bytes_per_second": peak,
+        "memory_efficiency": curve,
+        "kernel_overhead_ns": min(row["duration_ns"] for _, row in moved),
+    }
 
 
 _PLAIN = ("copy", "add")
-# By class of operators, those that stand for it: on a core they are bound by arithmetic, and in a report's words by a lower rate of memory.
-_CLASSES = {"normalization": ("layer_norm", "rms_norm"), "softmax": ("softmax",), "loss": ("softmax",), "elementwise": ("silu", "add")}
+# By class of operators, those that stand for it: on a core they are bound by arithmetic, and in a report's words by a
+# lower rate of memory.
+_CLASSES = {
+    "normalization": ("layer_norm", "rms_norm"), "softmax": ("softmax",), "loss": ("softmax",),
+    "elementwise": ("silu", "add"),
+}
 _ACTIVATIONS = (1 << 16, 1 << 23)  # bytes moved: what kernels of a model move that fits a core's time
 
 
 def memory_rates_of_cpu(rows: list[dict]) -> dict:
-    """A core's memory is what copies and sums reach. Other classes of operators reach a part of it: the median over sizes of activations."""
+    """A core's memory is what copies and sums reach. Other classes of operators reach a part of it: the median over
+    sizes of activations."""
     plain = [row for row in rows if row["operator"] in _PLAIN]
     rates = memory_rates(plain or rows) | {"kernel_overhead_ns": min(row["duration_ns"] for row in rows)}
     usual = collections.defaultdict(list)  # by bytes moved
@@ -201,7 +236,11 @@ def memory_rates_of_cpu(rows: list[dict]) -> dict:
         parts = []
         for row in rows:
             moved = _moved(row)
-            if row["operator"] in operators and _ACTIVATIONS[0] <= moved <= _ACTIVATIONS[1] and usual[moved.bit_length()]:
+            if (
+                row["operator"] in operators
+                and _ACTIVATIONS[0] <= moved <= _ACTIVATIONS[1]
+                and usual[moved.bit_length()]
+            ):
                 parts.append(_rate(moved, row) / statistics.median(usual[moved.bit_length()]))
         if parts:
             classes.append({"operator_class": name, "memory_rate_ppm": max(1, round(1e6 * statistics.median(parts)))})
@@ -211,7 +250,9 @@ def memory_rates_of_cpu(rows: list[dict]) -> dict:
 def _matmul_rates(rows: list[dict]) -> list[dict]:
     rates = []
     for short, dtype in _MATMUL_DTYPES.items():
-        fastest = [_rate(2 * row["batch"] * row["m"] * row["n"] * row["k"], row) for row in rows if row["dtype"] == short]
+        fastest = [
+            _rate(2 * row["batch"] * row["m"] * row["n"] * row["k"], row) for row in rows if row["dtype"] == short
+        ]
         if fastest:
             rates.append({"dtype": dtype, "flops_per_second": max(fastest)})
     return rates
@@ -228,17 +269,25 @@ def attention_rates(rows: list[dict], which: str, matmuls: int) -> list[dict]:
                 points[flops].append(_rate(flops, row[which]))
         if points:
             peak = max(max(found) for found in points.values())
-            curve = [{"flops": flops, "efficiency_ppm": _part(round(1e6 * statistics.median(found) / peak))} for flops, found in sorted(points.items())]
+            curve = [
+                {"flops": flops, "efficiency_ppm": _part(round(1e6 * statistics.median(found) / peak))}
+                for flops, found in sorted(points.items())
+            ]
             rates.append({"dtype": dtype, "flops_per_second": peak, "efficiency": curve})
     return rates
 
 
 def clock_ppm(measured: dict) -> int | None:
-    """What a power limit leaves of the clock: one product after some time (the median of the second half), of the fastest for a moment."""
+    """The part of the clock that a power limit leaves: the rate of one product after some time (median of the second
+    half) over the fastest for a moment."""
     rows = measured.get("sustained", [])
     if not rows:
         return None
-    fastest = [rate["flops_per_second"] for rate in _matmul_rates(measured.get("matmul", [])) if rate["dtype"] == rows[-1]["dtype"]]
+    fastest = [
+        rate["flops_per_second"]
+        for rate in _matmul_rates(measured.get("matmul", []))
+        if rate["dtype"] == rows[-1]["dtype"]
+    ]
     rates = [_rate(2 * row["m"] ** 3, row) for row in rows[len(rows) // 2 :]]
     return _part(round(1e6 * statistics.median(rates) / fastest[0])) if fastest else None
 
@@ -246,7 +295,13 @@ def clock_ppm(measured: dict) -> int | None:
 def _host(measured: dict) -> dict:
     by_name = {row["what"]: row["duration_ns"] for row in measured.get("host", [])}
     host = {}
-    for field, what in (("operator_issue_ns", "operator"), ("copy_issue_ns", "foreach_copy"), ("allocate_ns", "allocate"), ("trigger_ns", "hook"), ("optimizer_issue_ns", "optimizer_operator")):
+    for field, what in (
+        ("operator_issue_ns", "operator"),
+        ("copy_issue_ns", "foreach_copy"),
+        ("allocate_ns", "allocate"),
+        ("trigger_ns", "hook"),
+        ("optimizer_issue_ns", "optimizer_operator"),
+    ):
         if what in by_name:
             host[field] = by_name[what]
     events = [by_name[what] for what in ("record", "wait") if what in by_name]
@@ -259,7 +314,8 @@ def _host(measured: dict) -> dict:
 
 
 def _host_that_computes(measured: dict, device: dict) -> dict:
-    """A CPU rank: what one operator takes that does nothing is the shortest kernel and its issue. A copy is issued by doing it."""
+    """A CPU rank: what one operator takes that does nothing is the shortest kernel and its issue. A copy is issued by
+    doing it."""
     host = _host(measured) | {"runs_kernels": True, "copy_issue_ns": 0}
     if "operator_issue_ns" in host:
         host["operator_issue_ns"] = max(0, host["operator_issue_ns"] - device.get("kernel_overhead_ns", 0))
@@ -277,7 +333,9 @@ def _tables(measured: dict, device: str, folder: Path) -> list[str]:
         columns = _NEEDED[section]
         path = folder / f"{section}.csv"
         text = io.StringIO()
-        csv.writer(text).writerows([("device", *columns), *((device, *(row[column] for column in columns)) for row in rows)])
+        csv.writer(text).writerows(
+            [("device", *columns), *((device, *(row[column] for column in columns)) for row in rows)]
+        )
         files.write_text(path, text.getvalue())
         written.append(str(path))
     return written

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Few figures of a cluster fitted to measured reports: `shardplan calibrate --from measured.json --plan plan.json`.
 
-[Note: quantities] A report tells more than its step: how long kernels of each class ran, each kind of collective without the time in which the rank
-waited for others, and the step. Each that is a hundredth of the step or more is one thing that the simulator predicts, and the fit is that of
-training runs (runs/fit.py).
+[Note: quantities] A report tells more than its step: how long kernels of each class ran, each kind of collective
+without the time in which the rank waited for others, and the step. Each that is a hundredth of the step or more is one
+thing that the simulator predicts, and the fit is that of training runs (runs/fit.py).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _quantities(report: dict, by_class: bool) -> dict[str, float]:
     for entry in report["collectives"]:
         times[f"collectives of {entry['communicator']}"] += entry["busy_ns"] * (1 - waiting)
     for entry in report.get("activities", []):
-        # Where nothing else runs: all that tells memory from arithmetic in a report without classes.
+        # Copies while nothing else runs: the only figure that tells memory from arithmetic in a report without classes.
         if entry["activity"] == "copies" and not by_class:
             times[_COPIES] = entry["time_ns"]
     times[_STEP] = report["step_ns"]
@@ -109,7 +109,9 @@ class Prediction:
 
 
 def _last_line(text: str) -> str:
-    return printable(text.strip().splitlines()[-1].removeprefix("shardplan: error: ") if text.strip() else "no reason was given")
+    return printable(
+        text.strip().splitlines()[-1].removeprefix("shardplan: error: ") if text.strip() else "no reason was given"
+    )
 
 
 def _plan_document(path: str) -> dict:
@@ -122,13 +124,19 @@ def _plan_document(path: str) -> dict:
 def paired(reports: list[tuple[str, dict]], plans: list[str]) -> tuple[list[Measured], dict]:
     """Each report with its plan, by the digest where there are several; and the first plan's cluster."""
     if not plans:
-        raise BadMeasurements(f"{reports[0][0]}: a report is fitted through its plan (found no --plan, expected the plan that import-profile was given)")
+        raise BadMeasurements(
+            f"{reports[0][0]}: a report is fitted through its plan (found no --plan, expected the plan that "
+            "import-profile was given)"
+        )
     digests = {_simulated(path).get("plan_digest", ""): path for path in plans}
     made = []
     for path, report in reports:
         wanted = report.get("plan_digest", "")
         if wanted not in digests:
-            raise BadMeasurements(f"{path}: /plan_digest: no --plan is the one that this was measured with (found {wanted or 'none'}, expected {', '.join(digests)})")
+            raise BadMeasurements(
+                f"{path}: /plan_digest: no --plan is the one that this was measured with (found {wanted or 'none'}, "
+                f"expected {', '.join(digests)})"
+            )
         made.append(Measured(path, digests[wanted], report))
     return made, _plan_document(plans[0])["cluster"]
 
@@ -139,10 +147,18 @@ def check(path: str, report: dict) -> None:
     if done.returncode:
         raise BadMeasurements(f"{path}: {_last_line(done.stderr).replace('/dev/stdin: ', '')}")
     if not report.get("measured", {}).get("device"):
-        raise BadMeasurements(f"{path}: /measured: nothing is measured here (found a simulated report, expected one of import-profile)")
+        raise BadMeasurements(
+            f"{path}: /measured: nothing is measured here (found a simulated report, expected one of import-profile)"
+        )
 
 
-def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, names: list[str] | None, say: Callable[[str], None]) -> tuple[str, str]:
+def fitted(
+    reports: list[tuple[str, dict]],
+    plans: list[str],
+    base: str | None,
+    names: list[str] | None,
+    say: Callable[[str], None],
+) -> tuple[str, str]:
     """The cluster document, and a table of what was predicted before and after. `say` hears of progress."""
     for path, report in reports:
         check(path, report)
@@ -172,7 +188,9 @@ def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, 
             return [-math.log(max(1.0, times[rows[k][0]].get(rows[k][1], 0))) for k in wanted]
 
         every = list(range(len(rows)))
-        chosen = [name for name in (names or DEFAULT_FIGURES) if name != "network" or len(document.get("links", [])) > 1]
+        chosen = [
+            name for name in (names or DEFAULT_FIGURES) if name != "network" or len(document.get("links", [])) > 1
+        ]
         made = fit.fit(document, chosen, every, [-math.log(told[i][name]) for i, name in rows], predict)
         documents.say_sources(made, f"{len(measured)} measured {'step' if len(measured) == 1 else 'steps'}")
         after = quantities(prediction.reports(made.document))
@@ -185,7 +203,14 @@ def fitted(reports: list[tuple[str, dict]], plans: list[str], base: str | None, 
     return answer["text"], _table(measured, rows, told, known, after, made)
 
 
-def _table(measured: list[Measured], rows: list[tuple[int, str]], told: list[dict], before: list[dict], after: list[dict], made: fit.Fit) -> str:
+def _table(
+    measured: list[Measured],
+    rows: list[tuple[int, str]],
+    told: list[dict],
+    before: list[dict],
+    after: list[dict],
+    made: fit.Fit,
+) -> str:
     lines = []
     for i, one in enumerate(measured):
         lines.append(f"{one.path}: {one.report['measured']['device']}, {one.report['world_size']} ranks")
@@ -194,13 +219,23 @@ def _table(measured: list[Measured], rows: list[tuple[int, str]], told: list[dic
             if k != i:
                 continue
             real = told[i][name]
-            sides = [f"{one_side[i][name] / 1e6:>10.3f} {one_side[i][name] / real - 1:>+8.1%}" for one_side in (before, after)]
+            sides = [
+                f"{one_side[i][name] / 1e6:>10.3f} {one_side[i][name] / real - 1:>+8.1%}"
+                for one_side in (before, after)
+            ]
             lines.append(f"  {name:<30} {real / 1e6:>10.3f} {sides[0]} {sides[1]}")
     lines.append("")
     for figure in made.figures:
         words = FIGURES[figure.name]
-        said = f"{words.words}, {words.worse if figure.factor < 1 else words.better}" if figure.told else "these steps do not tell it"
-        lines.append(f"  {figure.name:<10} x {figure.factor:.3f} ({figure.low:.3f} to {figure.high:.3f} two times in three): {said}")
+        said = (
+            f"{words.words}, {words.worse if figure.factor < 1 else words.better}"
+            if figure.told
+            else "these steps do not tell it"
+        )
+        lines.append(
+            f"  {figure.name:<10} x {figure.factor:.3f} ({figure.low:.3f} to {figure.high:.3f} two times in three): "
+            f"{said}"
+        )
     blamed = [figure for figure in made.figures if figure.told and abs(figure.moves) >= _LEAST_PART / 2]
     if blamed:
         most = max(blamed, key=lambda figure: abs(math.log(figure.factor)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host's thread takes to issue one thing."""
+"""Time for which the host's thread issues one thing."""
 
 from __future__ import annotations
 
@@ -54,23 +54,34 @@ def costs(machine: Machine, full: bool) -> Iterator[dict]:
 
     plain = machine.host_ns(forward_backward, max(2, repeats // 5))
     # Forward: addmm, relu. Backward: threshold, mm for the input, mm and sum for weight and bias, two accumulations.
-    yield {"what": "operator", "operators": operators + 6 * depth, **{k: round(v / (operators + 6 * depth)) for k, v in plain.items()}}
+    yield {
+        "what": "operator",
+        "operators": operators + 6 * depth,
+        **{k: round(v / (operators + 6 * depth)) for k, v in plain.items()},
+    }
     # On a module that does nothing else: hooks are a small part of a layer.
     nothing, hooks = nn.Identity(), 10
     bare = machine.host_ns(lambda: nothing(x), repeats)
     for _ in range(hooks):
         nothing.register_forward_pre_hook(lambda module, args: None)
     hooked = machine.host_ns(lambda: nothing(x), repeats)
-    yield {"what": "hook", "hooks": hooks, "duration_ns": max(0, round((hooked["duration_ns"] - bare["duration_ns"]) / hooks))}
+    yield {
+        "what": "hook", "hooks": hooks,
+        "duration_ns": max(0, round((hooked["duration_ns"] - bare["duration_ns"]) / hooks)),
+    }
     if device.type == "cpu" and dist.is_initialized():
         yield _optimizer_operator(machine, max(2, repeats // 5))
 
 
 def _optimizer_operator(machine: Machine, repeats: int) -> dict:
-    """One operator of an optimizer that loops over sharded parameters, as FSDP leaves them on CPU ranks: each goes through DTensor."""
+    """One operator of an optimizer that loops over sharded parameters, as FSDP leaves them on CPU ranks: each goes
+    through DTensor."""
     parameters = 16
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = [nn.Parameter(distribute_tensor(torch.randn(8 * dist.get_world_size(), 8), mesh, [Shard(0)])) for _ in range(parameters)]
+    sharded = [
+        nn.Parameter(distribute_tensor(torch.randn(8 * dist.get_world_size(), 8), mesh, [Shard(0)]))
+        for _ in range(parameters)
+    ]
     for parameter in sharded:
         parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW(sharded, foreach=False)

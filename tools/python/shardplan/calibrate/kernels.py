@@ -32,7 +32,8 @@ def _each(machine: Machine, cases: list, measure: Callable) -> Iterator[dict]:
 
 
 def _copies(on_gpu: bool, size_bytes: int) -> int:
-    """A layer's weights come from memory: a core's caches hold those of a loop over one layer, and would be measured."""
+    """A layer's weights come from memory: a core's caches hold those of a loop over one layer, and would be
+    measured."""
     return 1 if on_gpu else max(1, min(_MOST_COPIES, _COLD_BYTES // size_bytes))
 
 
@@ -54,8 +55,15 @@ def matmuls(machine: Machine, full: bool) -> Iterator[dict]:
         if not _fits(machine, kind.itemsize * (m * n + m * k + n * k)):
             return None
         a = torch.randn(m, k, device=machine.device, dtype=kind)
-        weights = itertools.cycle([torch.randn(n, k, device=machine.device, dtype=kind) for _ in range(_copies(on_gpu, n * k * kind.itemsize))])
-        return {"dtype": dtype, "batch": 1, "m": m, "n": n, "k": k, **machine.duration(lambda: F.linear(a, next(weights)))}
+        weights = itertools.cycle(
+            [
+                torch.randn(n, k, device=machine.device, dtype=kind)
+                for _ in range(_copies(on_gpu, n * k * kind.itemsize))
+            ]
+        )
+        return {
+            "dtype": dtype, "batch": 1, "m": m, "n": n, "k": k, **machine.duration(lambda: F.linear(a, next(weights))),
+        }
 
     yield from _each(machine, cases, measure)
 
@@ -70,14 +78,19 @@ def attention(machine: Machine, full: bool) -> Iterator[dict]:
     cases = [(seq, count, size, causal) for count, size in heads for seq in lengths for causal in (True, False)]
 
     def measure(seq: int, count: int, size: int, causal: bool) -> dict:
-        q, k, v = (torch.randn(1, count, seq, size, device=machine.device, dtype=dtype, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(1, count, seq, size, device=machine.device, dtype=dtype, requires_grad=True) for _ in range(3)
+        )
         with torch.no_grad():
             forward = machine.duration(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         grad = torch.randn_like(out)
         backward = machine.duration(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
         name = str(dtype).removeprefix("torch.")
-        return {"dtype": name, "batch": 1, "heads": count, "seq": seq, "head_size": size, "causal": causal, "forward": forward, "backward": backward}
+        return {
+            "dtype": name, "batch": 1, "heads": count, "seq": seq, "head_size": size, "causal": causal,
+            "forward": forward, "backward": backward,
+        }
 
     yield from _each(machine, cases, measure)
 
@@ -96,7 +109,9 @@ def memory_bound(machine: Machine, full: bool) -> Iterator[dict]:
             "copy": (lambda: out.copy_(x), size, size),
             "add": (lambda: torch.add(x, y, out=out), 2 * size, size),
             "silu": (lambda: F.silu(x), size, size),
-            "cast": (lambda: x.to(torch.float32 if on_gpu else torch.bfloat16), size, size * 2 if on_gpu else size // 2),
+            "cast": (
+                lambda: x.to(torch.float32 if on_gpu else torch.bfloat16), size, size * 2 if on_gpu else size // 2,
+            ),
             "rms_norm": (lambda: F.rms_norm(x, (width,), weight), size, size),
             "layer_norm": (lambda: F.layer_norm(x, (width,), weight, weight), size, size),
             "softmax": (lambda: F.softmax(x, -1), size, size),
@@ -108,7 +123,9 @@ def memory_bound(machine: Machine, full: bool) -> Iterator[dict]:
         if not _fits(machine, 5 * size):
             continue
         x = torch.randn(max(1, size // dtype.itemsize // width), width, device=machine.device, dtype=dtype)
-        work = operations(x, torch.randn_like(x), torch.empty_like(x), torch.ones(width, device=machine.device, dtype=dtype))
+        work = operations(
+            x, torch.randn_like(x), torch.empty_like(x), torch.ones(width, device=machine.device, dtype=dtype)
+        )
         for name, (call, read, written) in work.items():
             yield {"operator": name, "bytes_read": read, "bytes_written": written, **machine.duration(call)}
 
@@ -116,7 +133,12 @@ def memory_bound(machine: Machine, full: bool) -> Iterator[dict]:
 def optimizers(machine: Machine, full: bool) -> Iterator[dict]:
     on_gpu = machine.device.type == "cuda"
     sizes = (1 << 20, 1 << 24, 1 << 27) if on_gpu else (1 << 16, 1 << 20, 1 << 22)
-    cases = [(way, numel, count) for way in ("foreach", "fused") for numel in (sizes if full else sizes[:1]) for count in (1, 16)]
+    cases = [
+        (way, numel, count)
+        for way in ("foreach", "fused")
+        for numel in (sizes if full else sizes[:1])
+        for count in (1, 16)
+    ]
 
     def measure(way: str, numel: int, count: int) -> dict | None:
         if not _fits(machine, numel * 24):
@@ -125,7 +147,10 @@ def optimizers(machine: Machine, full: bool) -> Iterator[dict]:
         for p in parameters:
             p.grad = torch.randn_like(p)
         optimizer = torch.optim.AdamW(parameters, **{way: True})
-        return {"optimizer": "adamw", "implementation": way, "tensors": count, "parameter_bytes": numel // count * count * 4, **machine.duration(optimizer.step)}
+        return {
+            "optimizer": "adamw", "implementation": way, "tensors": count,
+            "parameter_bytes": numel // count * count * 4, **machine.duration(optimizer.step),
+        }
 
     yield from _each(machine, cases, measure)
 
@@ -138,7 +163,10 @@ def host_copies(machine: Machine, full: bool) -> Iterator[dict]:
             return
         host = torch.empty(1 << power, dtype=torch.uint8, pin_memory=on_gpu)
         device = torch.empty(1 << power, dtype=torch.uint8, device=machine.device)
-        for direction, call in (("to_device", lambda: device.copy_(host, non_blocking=True)), ("to_host", lambda: host.copy_(device, non_blocking=True))):
+        for direction, call in (
+            ("to_device", lambda: device.copy_(host, non_blocking=True)),
+            ("to_host", lambda: host.copy_(device, non_blocking=True)),
+        ):
             yield {"direction": direction, "size_bytes": 1 << power, **machine.duration(call)}
 
 
@@ -150,4 +178,7 @@ def sustained(machine: Machine, full: bool) -> Iterator[dict]:
     for _ in range(20 if full else 2):
         if machine.out_of_time:
             return
-        yield {"m": side, "dtype": str(dtype).removeprefix("torch."), **machine.duration(lambda: torch.mm(a, b), 50 if on_gpu and full else 2)}
+        yield {
+            "m": side, "dtype": str(dtype).removeprefix("torch."),
+            **machine.duration(lambda: torch.mm(a, b), 50 if on_gpu and full else 2),
+        }

@@ -23,8 +23,14 @@ def start_peers(ranks: int, arguments: list[str], folder: str) -> list[subproces
     """Ranks 1 and on as processes of their own, each with this program's arguments."""
     peers = []
     for rank in range(1, ranks):
-        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "SHARDPLAN_CALIBRATE_STORE": folder}
-        peers.append(subprocess.Popen([sys.executable, "-m", "shardplan.calibrate", *arguments], env=environment, stdout=subprocess.DEVNULL))
+        environment = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "SHARDPLAN_CALIBRATE_STORE": folder,
+        }
+        peers.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "shardplan.calibrate", *arguments], env=environment, stdout=subprocess.DEVNULL
+            )
+        )
     return peers
 
 
@@ -45,7 +51,10 @@ def join(device: torch.device, rank: int, ranks: int) -> None:
     where = {"init_method": f"file://{folder}/store"} if folder else {"init_method": "env://"}
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
-    dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=_JOIN_SECONDS), device_id=device_id, **where)
+    dist.init_process_group(
+        backend, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=_JOIN_SECONDS), device_id=device_id,
+        **where,
+    )
 
 
 def _buffers(device: torch.device, size: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,8 +71,8 @@ def _call(kind: str, part: torch.Tensor, whole: torch.Tensor, group: dist.Proces
 
 
 def collectives(machine: Machine, full: bool) -> Iterator[dict]:
-    """Every kind on every number of ranks that divides all of them, as many groups at once as there are. Every rank runs this; the
-    durations are this rank's."""
+    """Every kind on every number of ranks that divides all of them, as many groups at once as there are. Every rank
+    runs this; the durations are this rank's."""
     world, rank = dist.get_world_size(), dist.get_rank()
     on_gpu = machine.device.type == "cuda"
     powers = range(12, (31 if on_gpu else 27) if full else 15)
@@ -77,7 +86,10 @@ def collectives(machine: Machine, full: bool) -> Iterator[dict]:
                 if _all_say(machine, machine.out_of_time):
                     return
                 row = machine.duration(_call(kind, part, whole, group), repeats)
-                yield {"collective": kind, "concurrent_groups": world // ranks, "ranks_per_group": ranks, "full_tensor_bytes": whole.numel() * 4, **row}
+                yield {
+                    "collective": kind, "concurrent_groups": world // ranks, "ranks_per_group": ranks,
+                    "full_tensor_bytes": whole.numel() * 4, **row,
+                }
 
 
 def _all_say(machine: Machine, stop: bool) -> bool:
@@ -108,8 +120,8 @@ def issue_costs(machine: Machine, full: bool) -> Iterator[dict]:
 
 
 def overlap(machine: Machine, full: bool) -> Iterator[dict]:
-    """Rates of a product and a collective while the other runs, parts per million of alone. With one rank a copy of memory stands in for
-    the collective: it is named so."""
+    """Rates of a product and a collective while the other runs, parts per million of alone. With one rank a copy of
+    memory stands in for the collective: it is named so."""
     device = machine.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     on_gpu = device.type == "cuda"
@@ -126,7 +138,9 @@ def overlap(machine: Machine, full: bool) -> Iterator[dict]:
     product = lambda: torch.mm(a, b)  # noqa: E731
     if not on_gpu:
         if world > 1:
-            yield from _overlap_on_cpu(machine, name, call, lambda: dist.all_gather_into_tensor(whole, part, async_op=True), product)
+            yield from _overlap_on_cpu(
+                machine, name, call, lambda: dist.all_gather_into_tensor(whole, part, async_op=True), product
+            )
         return
     yield from _overlap_on_gpu(machine, name, call, product)
 
@@ -150,11 +164,15 @@ def _overlap_on_gpu(machine: Machine, name: str, call, product) -> Iterator[dict
         end.synchronize()
         rows[measured] = {"duration_ns": max(1, round(start.elapsed_time(end) * 1e6 / repeats))}
         machine.synchronize()
-    yield {"product": alone, "other": call_alone, "beside": name, "compute_rate_ppm": ratio(alone, rows[product]), "other_rate_ppm": ratio(call_alone, rows[call])}
+    yield {
+        "product": alone, "other": call_alone, "beside": name, "compute_rate_ppm": ratio(alone, rows[product]),
+        "other_rate_ppm": ratio(call_alone, rows[call]),
+    }
 
 
 def _overlap_on_cpu(machine: Machine, name: str, call, issue, product) -> Iterator[dict]:
-    """Gloo works on threads of its own: while one collective after the other is under way, products are computed. All ranks do it at once."""
+    """Gloo works on threads of its own: while one collective after the other is under way, products are computed. All
+    ranks do it at once."""
     alone, call_alone = machine.duration(product), machine.duration(call, 3)
     rates: dict[str, list[int]] = {"product": [], "other": []}
     for _ in range(machine.samples):

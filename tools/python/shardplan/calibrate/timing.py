@@ -32,15 +32,20 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def duration(self, work: Callable[[], object], repeats: int | None = None) -> dict[str, int]:
-        """Nanoseconds of one call of `work` on the device, back to back with others: median, least and most of some samples.
+        """Nanoseconds of one call of `work` on the device, back to back with others: median, least and most of some
+        samples.
 
-        On a GPU the queue is held until all calls are issued, so that the time of short kernels is theirs and not the host's."""
+        On a GPU the queue is held until all calls are issued, so that the time of short kernels is theirs and not the
+        host's."""
         work()
         self.synchronize()
         once = self._sample(work, 1)
         repeats = repeats or max(1, min(_MOST_REPEATS, int(_SAMPLE_SECONDS * 1e9 / max(1, once))))
         samples = [self._sample(work, repeats) for _ in range(self.samples)]
-        return {"duration_ns": max(1, round(statistics.median(samples))), "least_ns": max(1, round(min(samples))), "most_ns": max(1, round(max(samples)))}
+        return {
+            "duration_ns": max(1, round(statistics.median(samples))), "least_ns": max(1, round(min(samples))),
+            "most_ns": max(1, round(max(samples))),
+        }
 
     def _sample(self, work: Callable[[], object], repeats: int) -> float:
         if self.device.type != "cuda":
@@ -77,7 +82,10 @@ class Machine:
                 work()
             samples.append((time.perf_counter_ns() - begin) / repeats)
             self.synchronize()
-        return {"duration_ns": round(statistics.median(samples)), "least_ns": round(min(samples)), "most_ns": round(max(samples))}
+        return {
+            "duration_ns": round(statistics.median(samples)), "least_ns": round(min(samples)),
+            "most_ns": round(max(samples)),
+        }
 
 
 def ratio(part: dict[str, int], whole: dict[str, int]) -> int:

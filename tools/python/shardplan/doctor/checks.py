@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of `shardplan doctor`. As a program, `python -m shardplan.doctor.checks NAME` runs one and prints what it found."""
+"""The checks of `shardplan doctor`. `python -m shardplan.doctor.checks NAME` runs one in a process of its own and
+prints its finding."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from shardplan import building
 from shardplan.installing import TORCH_RELEASES, has_torch, how_to_install, in_checkout
 
 MARK = "shardplan.doctor: "
-TRAINS = "tools/build dev" if in_checkout() else "pip install 'shardplan[torch]' brings what compiles it; `shardplan doctor --build` says what is missing"
+TRAINS = (
+    "tools/build dev"
+    if in_checkout()
+    else "pip install 'shardplan[torch]' brings what compiles it; `shardplan doctor --build` says what is missing"
+)
 _RANKS = 2
 
 
@@ -49,24 +54,46 @@ def _package() -> Finding:
     of, there = versions.__version__, versions.installed()
     others = [f"{name} {version} in {folder}" for name, version, folder in there if version.split("+")[0] != of]
     if others:
-        return Finding("broken", f"{of} is imported, and there is {', '.join(others)}", "one version alone: pip uninstall what is not wanted, or take its folder off PYTHONPATH")
-    return Finding("works", ", ".join([f"{of} in {os.path.dirname(versions.__file__)}", *(f"{name} {version}" for name, version, _ in there if name != "shardplan")]))
+        return Finding(
+            "broken",
+            f"{of} is imported, and there is {', '.join(others)}",
+            "one version alone: pip uninstall what is not wanted, or take its folder off PYTHONPATH",
+        )
+    return Finding(
+        "works",
+        ", ".join(
+            [
+                f"{of} in {os.path.dirname(versions.__file__)}",
+                *(f"{name} {version}" for name, version, _ in there if name != "shardplan"),
+            ]
+        ),
+    )
 
 
 def _torch() -> Finding:
     if not has_torch():
-        return Finding("missing", "not installed", f"traces and training need it: {how_to_install('torch')}; SHARDPLAN_PYTHON names another interpreter")
+        return Finding(
+            "missing",
+            "not installed",
+            f"traces and training need it: {how_to_install('torch')}; SHARDPLAN_PYTHON names another interpreter",
+        )
     try:
         import torch
     except ImportError as error:
-        return Finding("broken", f"cannot be imported: {error}", f"{how_to_install('torch')}; SHARDPLAN_PYTHON names another interpreter")
+        return Finding(
+            "broken",
+            f"cannot be imported: {error}",
+            f"{how_to_install('torch')}; SHARDPLAN_PYTHON names another interpreter",
+        )
     version = torch.__version__
     built = f", CUDA {torch.version.cuda}" if torch.version.cuda else ", without CUDA"
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     lowest, highest = TORCH_RELEASES
     if not lowest <= release <= highest:
         supported = f"torch {'.'.join(map(str, lowest))} to {'.'.join(map(str, highest))}"
-        return Finding("broken", f"{version}{built}", f"{supported} is supported: others are not known to schedule as a plan says")
+        return Finding(
+            "broken", f"{version}{built}", f"{supported} is supported: others are not known to schedule as a plan says"
+        )
     return Finding("works", f"{version}{built}")
 
 
@@ -74,11 +101,15 @@ def _module() -> Finding:
     if building.comes_with_sources() and importlib.util.find_spec("_shardplan") is None:
         try:
             if building.kept() is None:
-                return Finding("later", "not compiled yet for this torch", "the first import does so, in a minute or two; `shardplan doctor --build` does so now")
+                return Finding(
+                    "later",
+                    "not compiled yet for this torch",
+                    "the first import does so, in a minute or two; `shardplan doctor --build` does so now",
+                )
         except building.NotBuilt as error:
             return Finding("broken", str(error))
     try:
-        from shardplan.torch._native import native
+        from shardplan.torch._job.native import native
     except ImportError as error:
         return Finding("broken", str(error), TRAINS)
     return Finding("works", f"{native.__version__}, {native.__file__}")
@@ -102,12 +133,24 @@ def _gloo() -> Finding:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardplan-doctor-") as folder:
         code = "import sys; from shardplan.doctor.checks import _gloo_rank; _gloo_rank(int(sys.argv[1]), sys.argv[2])"
-        ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank), folder], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for rank in range(_RANKS)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(rank), folder],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(_RANKS)
+        ]
         said = [rank.communicate()[1] for rank in ranks]
     for rank, text in zip(ranks, said):
         if rank.returncode:
             last = text.strip().splitlines()[-1] if text.strip() else f"code {rank.returncode}"
-            return Finding("broken", last, "GLOO_SOCKET_IFNAME names the network interface that ranks of several machines reach each other by")
+            return Finding(
+                "broken",
+                last,
+                "GLOO_SOCKET_IFNAME names the network interface that ranks of several machines reach each other by",
+            )
     return Finding("works", f"an all-gather and a reduce-scatter on {_RANKS} ranks, {time.monotonic() - begin:.1f} s")
 
 
@@ -117,8 +160,16 @@ def _gpus() -> Finding:
     if torch.version.cuda is None:
         return Finding("missing", "torch is built without CUDA", "plans are replayed on CPU ranks: --device cpu")
     if not torch.cuda.is_available():
-        driver = "no NVIDIA driver" if not os.path.exists("/proc/driver/nvidia/version") else "the driver does not fit this torch"
-        return Finding("missing", f"none that torch can use: {driver}", "plans are replayed on CPU ranks (--device cpu), and clusters of GPUs are simulated all the same")
+        driver = (
+            "no NVIDIA driver"
+            if not os.path.exists("/proc/driver/nvidia/version")
+            else "the driver does not fit this torch"
+        )
+        return Finding(
+            "missing",
+            f"none that torch can use: {driver}",
+            "plans are replayed on CPU ranks (--device cpu), and clusters of GPUs are simulated all the same",
+        )
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     product = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
     if product.sum().item() != 64**3:
@@ -136,7 +187,9 @@ def _nccl() -> Finding:
     if not torch.cuda.is_available():
         return Finding("missing", f"{version}, which needs a GPU")
     with tempfile.TemporaryDirectory(prefix="shardplan-doctor-") as folder:
-        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+        dist.init_process_group(
+            "nccl", init_method=f"file://{folder}/store", rank=0, world_size=1, device_id=torch.device("cuda", 0)
+        )
         tensor = torch.ones(8, device="cuda")
         dist.all_reduce(tensor)
         torch.cuda.synchronize()

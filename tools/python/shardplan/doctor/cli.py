@@ -24,15 +24,25 @@ from shardplan.installing import has_torch, how_to_install
 _DESCRIPTION = """\
 Say what is installed, which backends work on this machine, and what to do about those that do not."""
 _EPILOG = """\
-exit codes: 0 everything that planning, simulating and (where torch is installed) training on CPU ranks needs works, 2 usage, 4 something of it does
+exit codes: 0 everything that planning, simulating and (where torch is installed) training on CPU ranks needs works, \
+2 usage, 4 something of it does
 not"""
 _MARKS = {"works": "ok  ", "later": "--  ", "missing": "--  ", "broken": "FAIL"}
 
 
 def parser() -> argparse.ArgumentParser:
-    result = ArgumentParser(prog="shardplan doctor", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = ArgumentParser(
+        prog="shardplan doctor",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     result.add_argument("--timeout", type=float, default=60, metavar="S", help="for each check (default: 60)")
-    result.add_argument("--build", action="store_true", help="compile shardplan.torch for the torch at hand first, where that is not done yet")
+    result.add_argument(
+        "--build",
+        action="store_true",
+        help="compile shardplan.torch for the torch at hand first, where that is not done yet",
+    )
     return result
 
 
@@ -58,7 +68,7 @@ def main() -> int:
 
 
 def _build(torch: bool) -> Finding | None:
-    """What went wrong."""
+    """The finding of a build that failed."""
     if not torch:
         print(f"shardplan doctor: there is no torch to compile for: {how_to_install('torch')}", file=sys.stderr)
     elif building.comes_with_sources() and importlib.util.find_spec("_shardplan") is None:
@@ -74,7 +84,9 @@ def _found(check: Check, timeout: float) -> Finding:
     if check.name == "programs":
         return _programs()
     command = [sys.executable, "-m", "shardplan.doctor.checks", check.name]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         said, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -99,5 +111,9 @@ def _programs() -> Finding:
     wanted = set() if building.comes_with_sources() else {"shardplan-run"}
     missing = sorted(wanted - set(there))
     if missing:
-        return Finding("missing", f"{', '.join(there)} in {folder}; not built: {', '.join(missing)}", f"without LibTorch plans are made, verified and simulated, and not replayed: {checks.TRAINS}")
+        return Finding(
+            "missing",
+            f"{', '.join(there)} in {folder}; not built: {', '.join(missing)}",
+            f"without LibTorch plans are made, verified and simulated, and not replayed: {checks.TRAINS}",
+        )
     return Finding("works", f"{', '.join(there)} in {folder}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kineto traces as torch.profiler writes them: what ran on the device, and which operator and ranges of the host it comes from.
+"""Kineto traces as torch.profiler writes them: what ran on the device, and which operator and ranges of the host it
+comes from.
 
-Times are integers in nanoseconds of the trace's own clock. On a device, work is a kernel, a copy or a memset, with the launch that the trace
-correlates it with; on a CPU it is an operator that no other one encloses, and a collective of Gloo's threads.
+Times are integers in nanoseconds of the trace's own clock. Work on a device is a kernel, a copy or a memset, with the
+launch that the trace correlates it with. Work on a CPU is an outermost operator, or a collective of Gloo's threads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _GLOO = re.compile(r"gloo:\w+$")
 _ENGINE = "autograd::engine"
 HOST, GLOO = -1, -2  # in place of a stream: the host itself, threads of Gloo
 
-# Names of collectives in a profile -> the plan's. Gloo's reduce_scatter is an all_reduce of its threads: the recorded call says what was meant.
+# Names of collectives in a profile -> the plan's. Gloo's reduce_scatter is an all_reduce of its threads: the recorded
+# call says what was meant.
 COLLECTIVES = {
     "_allgather_base": "all_gather",
     "allgather": "all_gather",
@@ -62,7 +64,7 @@ class Collective:
 
 @dataclasses.dataclass
 class Work:
-    """What ran. operators, ranges: of the host where it was launched, the innermost last."""
+    """One piece of work that ran. operators, ranges: the host's, where it was launched, the innermost last."""
 
     begin_ns: int
     end_ns: int
@@ -102,7 +104,8 @@ class Profile:
     ranges: list[Range]  # by begin
     blocked: list[tuple[int, int]]  # the host waits for the device
     memory: list[tuple[int, int, int]]  # (time, allocated, reserved), where the profiler recorded it
-    # Of a recording by the plan's own runtime (recorded.py), by begin of the step: rows of the report; snapshot.Memory.
+    # From a recording by the plan's own runtime (recorded.py), by begin of the step: rows of the report;
+    # snapshot.Memory.
     steps_on_device: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     instructions: dict[int, list[dict]] = dataclasses.field(default_factory=dict)
     memory_of_step: dict[int, object] = dataclasses.field(default_factory=dict)
@@ -127,18 +130,28 @@ def _events(path: str, data: bytes) -> tuple[dict, list[dict]]:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
     except (EOFError, OSError, zlib.error) as error:
-        raise BadProfile(f"{path}: the compressed data are not whole ({error}): was the job killed while it wrote them?") from error
+        raise BadProfile(
+            f"{path}: the compressed data are not whole ({error}): was the job killed while it wrote them?"
+        ) from error
     try:
         document = json.loads(data)
     except UnicodeDecodeError as error:
-        raise BadProfile(f"{path}: no text (found byte {data[error.start]:#04x} at {error.start}, expected a trace of torch.profiler in JSON)") from error
+        raise BadProfile(
+            f"{path}: no text (found byte {data[error.start]:#04x} at {error.start}, expected a trace of "
+            "torch.profiler in JSON)"
+        ) from error
     except json.JSONDecodeError as error:
-        raise BadProfile(f"{path}:{error.lineno}:{error.colno}: {error.msg} (expected a trace of torch.profiler; is the file whole?)") from error
+        raise BadProfile(
+            f"{path}:{error.lineno}:{error.colno}: {error.msg} (expected a trace of torch.profiler; is the file whole?)"
+        ) from error
     except RecursionError:
         raise BadProfile(f"{path}: values are nested too deep (expected a trace of torch.profiler)") from None
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list):
-        raise BadProfile(f"{path}: no traceEvents (expected a trace of torch.profiler: export_chrome_trace, tensorboard_trace_handler)")
+        raise BadProfile(
+            f"{path}: no traceEvents (expected a trace of torch.profiler: export_chrome_trace, "
+            "tensorboard_trace_handler)"
+        )
     return document, [event for event in events if isinstance(event, dict) and isinstance(event.get("name"), str)]
 
 
@@ -212,7 +225,11 @@ def _named(stack: tuple[dict, ...], category: str) -> tuple[str, ...]:
 
 
 def _on_device(spans: list[dict], host: _Host) -> list[Work]:
-    launches = {span["args"]["correlation"]: span for span in spans if span.get("cat") in _LAUNCHES and "correlation" in span["args"]}
+    launches = {
+        span["args"]["correlation"]: span
+        for span in spans
+        if span.get("cat") in _LAUNCHES and "correlation" in span["args"]
+    }
     work = []
     for span in spans:
         if span.get("cat") not in _DEVICE:
@@ -223,13 +240,17 @@ def _on_device(spans: list[dict], host: _Host) -> list[Work]:
         launched = launch["begin"] if launch else span["begin"]
         collective = _collective(span["name"], arguments)
         work.append(
-            Work(span["begin"], span["end"], int(arguments.get("stream", 0)), span["name"], launched, _named(stack, "cpu_op"), _named(stack, "user_annotation"), collective)
+            Work(
+                span["begin"], span["end"], int(arguments.get("stream", 0)), span["name"], launched,
+                _named(stack, "cpu_op"), _named(stack, "user_annotation"), collective,
+            )
         )
     return work
 
 
 def _called(span: dict) -> Collective | None:
-    """A collective's call on the CPU, by the shapes of its inputs where they were recorded; all ranks stand for its group."""
+    """A collective's call on the CPU, by the shapes of its inputs where they were recorded; all ranks stand for its
+    group."""
     name = span["name"].removeprefix("c10d::").strip("_")
     kind = COLLECTIVES.get(name) or COLLECTIVES.get("_" + name)
     if not span["name"].startswith("c10d::") or kind is None:
@@ -248,17 +269,24 @@ def _is_operator(name: str) -> bool:
 
 
 def _on_host(spans: list[dict], host: _Host) -> list[Work]:
-    """Outermost operators are the work, below the nodes of autograd, which have no namespace; collectives run in threads of Gloo's, and begin in the order in which they were called."""
+    """Outermost operators are the work, below the nodes of autograd, which have no namespace; collectives run in
+    threads of Gloo's, and begin in the order in which they were called."""
     calls: collections.deque = collections.deque()
     work = []
-    for span in sorted((span for span in spans if span.get("cat") == "cpu_op" and _is_operator(span["name"])), key=lambda span: span["begin"]):
+    for span in sorted(
+        (span for span in spans if span.get("cat") == "cpu_op" and _is_operator(span["name"])),
+        key=lambda span: span["begin"],
+    ):
         stack = host.around((span["pid"], span["tid"]), span["begin"])
         operators, ranges = _named(stack, "cpu_op"), _named(stack, "user_annotation")
         if (collective := _called(span)) is not None:
             calls.append((span["begin"], ranges, collective))
         elif sum(_is_operator(name) for name in operators) == 1:
             work.append(Work(span["begin"], span["end"], HOST, span["name"], span["begin"], operators, ranges))
-    for span in sorted((span for span in spans if span.get("cat") == "user_annotation" and _GLOO.match(span["name"])), key=lambda span: span["begin"]):
+    for span in sorted(
+        (span for span in spans if span.get("cat") == "user_annotation" and _GLOO.match(span["name"])),
+        key=lambda span: span["begin"],
+    ):
         if calls and calls[0][0] <= span["begin"]:
             called, ranges, collective = calls.popleft()
             work.append(Work(span["begin"], span["end"], GLOO, span["name"], called, (), ranges, collective))
@@ -271,19 +299,26 @@ def profile_of(path: str, data: bytes) -> Profile:
     try:
         spans = list(_complete(events))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise BadProfile(f"{path}: an event without a time ({type(error).__name__}: {error}; expected numbers ts and dur)") from error
+        raise BadProfile(
+            f"{path}: an event without a time ({type(error).__name__}: {error}; expected numbers ts and dur)"
+        ) from error
     info = document.get("distributedInfo") or {}
     devices = document.get("deviceProperties") or []
     host = _Host([span for span in spans if span.get("cat") in ("cpu_op", "user_annotation")])
     on_device = _on_device(spans, host)
     work = on_device or _on_host(spans, host)
     if not work:
-        raise BadProfile(f"{path}: nothing ran (found {len(spans)} spans, none of a kernel or an operator): was the profiler active in a step?")
+        raise BadProfile(
+            f"{path}: nothing ran (found {len(spans)} spans, none of a kernel or an operator): was the profiler "
+            "active in a step?"
+        )
     annotations = [span for span in spans if span.get("cat") == "user_annotation"]
     memory = [
         (_ns(event["ts"]), int(event["args"]["Total Allocated"]), int(event["args"]["Total Reserved"]))
         for event in events
-        if event["name"] == "[memory]" and {"Total Allocated", "Total Reserved"} <= event.get("args", {}).keys() and event["args"].get("Device Type") == 1
+        if event["name"] == "[memory]"
+        and {"Total Allocated", "Total Reserved"} <= event.get("args", {}).keys()
+        and event["args"].get("Device Type") == 1
     ]
     profile = Profile(
         path=path,
@@ -293,10 +328,20 @@ def profile_of(path: str, data: bytes) -> Profile:
         device_bytes=int(devices[0].get("totalGlobalMem", 0)) if devices else 0,
         steps=sorted((span["begin"], span["end"]) for span in annotations if _STEP.match(span["name"])),
         work=sorted(work, key=lambda one: (one.begin_ns, one.stream)),
-        ranges=sorted((Range(span["begin"], span["end"], span["tid"], span["name"]) for span in annotations), key=lambda one: (one.begin_ns, -one.end_ns)),
-        blocked=sorted((span["begin"], span["end"]) for span in spans if span.get("cat") in _LAUNCHES and _BLOCKS.search(span["name"])),
+        ranges=sorted(
+            (Range(span["begin"], span["end"], span["tid"], span["name"]) for span in annotations),
+            key=lambda one: (one.begin_ns, -one.end_ns),
+        ),
+        blocked=sorted(
+            (span["begin"], span["end"])
+            for span in spans
+            if span.get("cat") in _LAUNCHES and _BLOCKS.search(span["name"])
+        ),
         memory=sorted(memory),
     )
     if not profile.steps:
-        raise BadProfile(f"{path}: no steps (expected ranges ProfilerStep#N: call step() of the profiler after each step of the loop)")
+        raise BadProfile(
+            f"{path}: no steps (expected ranges ProfilerStep#N: call step() of the profiler after each step of the "
+            "loop)"
+        )
     return profile

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """To which part of a step work belongs: the pass, the unit of FSDP, and the class of its operators.
 
-[Note: units]
-FSDP2, and plans, name the unit in their ranges: what the host launches between the end of `FSDP::pre_forward (X)` and `FSDP::post_forward (X)` is X's forward, and between
-`FSDP::pre_backward (X)` and the first of `FSDP::post_backward_* (X)` its backward; the innermost unit counts. FSDP1's ranges name nobody: its forwards are nested, and
-begin in the order of the plan's units; its backwards come in the reverse order of the ends of the forwards.
+[Note: units] FSDP2, and plans, name the unit in their ranges. X's forward is all that the host launches between the end
+of `FSDP::pre_forward (X)` and `FSDP::post_forward (X)`. X's backward lies between `FSDP::pre_backward (X)` and the
+first of `FSDP::post_backward_* (X)`. The innermost unit counts. FSDP1's ranges name nobody: its forwards are nested and
+begin in the order of the plan's units. Its backwards come in the reverse order of the ends of the forwards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _CLASSES = json.loads((pathlib.Path(__file__).parent / "operator_classes.json").
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """phase: "forward", "backward", "optimizer"; "communication": FSDP's own copies and collectives. unit: "" of none."""
+    """phase: "forward", "backward", "optimizer"; "communication": FSDP's own copies and collectives. unit: "" of
+    none."""
 
     phase: str
     unit: str

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings that a plan's own runtime makes (`shardplan.torch.profile`, `shardplan run --profile`): the same objects as a profile of torch.profiler gives.
+"""Recordings that a plan's own runtime makes (`shardplan.torch.profile`, `shardplan run --profile`): the same objects
+as a profile of torch.profiler gives.
 
-A recording says of each instruction of a step when the host was in it and when its work was done in its stream, on the host's clock. So nothing has to be
-guessed: the part that work belongs to is the plan's.
+A recording says of each instruction of a step when the host was in it and when its work was done in its stream, on the
+host's clock. So nothing has to be guessed: the part that work belongs to is the plan's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from .snapshot import Memory
 
 _SCHEMA = "shardplan.recording/1"
 _MARK = b'{"schema":"shardplan.recording/'
-_PHASES = {"forward": "forward", "loss": "forward", "backward": "backward", "recompute": "backward", "optimizer": "optimizer"}
+_PHASES = {
+    "forward": "forward", "loss": "forward", "backward": "backward", "recompute": "backward", "optimizer": "optimizer",
+}
 
 
 def is_recording(data: bytes) -> bool:
@@ -25,7 +28,7 @@ def is_recording(data: bytes) -> bool:
 
 
 def document_of(path: str, data: bytes, plan_digest: str) -> dict:
-    """Of that plan. Raises BadProfile."""
+    """Reads a recording of that plan. Raises BadProfile."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -33,7 +36,10 @@ def document_of(path: str, data: bytes, plan_digest: str) -> dict:
     if document.get("schema") != _SCHEMA:
         raise BadProfile(f"{path}: /schema: found {document.get('schema')}, expected {_SCHEMA}")
     if document.get("plan_digest") != plan_digest:
-        raise BadProfile(f"{path}: /plan_digest: a recording of another plan (found {document.get('plan_digest')}, expected {plan_digest} of --plan)")
+        raise BadProfile(
+            f"{path}: /plan_digest: a recording of another plan (found {document.get('plan_digest')}, expected "
+            f"{plan_digest} of --plan)"
+        )
     return document
 
 
@@ -47,7 +53,8 @@ def _trigger_text(plan: dict, trigger: list) -> str:
 
 
 def _shares(rows: list[list], planned: list[list]) -> list[tuple[int, int]]:
-    """Begin and end of each row's work; rows of one span (collectives launched as one, segments of one trigger) take turns in it, by their bytes."""
+    """Begin and end of each row's work; rows of one span (collectives launched as one, segments of one trigger) take
+    turns in it, by their bytes."""
     times = []
     for span, group in itertools.groupby(zip(rows, planned), key=lambda pair: pair[0][4]):
         members = list(group)
@@ -73,8 +80,10 @@ def _work(instruction: list, row: list, times: tuple[int, int], plan: dict, grou
     return Work(*times, max(stream, 0), kind, row[2], collective=collective, part=part, stream_name=stream_name)
 
 
-def _instruction_rows(step: dict, planned: list[list], times: list[tuple[int, int]], document: dict, plan: dict) -> list[dict]:
-    """Of the report: times from the begin of the step."""
+def _instruction_rows(
+    step: dict, planned: list[list], times: list[tuple[int, int]], document: dict, plan: dict
+) -> list[dict]:
+    """Rows of the report, with times from the begin of the step."""
     begin = step["begin_ns"]
     rows = []
     for row, instruction, (from_ns, to_ns) in zip(step["instructions"], planned, times):
@@ -83,7 +92,10 @@ def _instruction_rows(step: dict, planned: list[list], times: list[tuple[int, in
         entry |= {"host_begin_ns": row[2] - begin, "host_end_ns": row[3] - begin}
         if row[4] >= 0:
             # The device's clock may be some microseconds off the host's.
-            entry |= {"stream": plan["streams"][max(stream, 0)].get("name", ""), "begin_ns": max(0, from_ns - begin), "end_ns": max(0, to_ns - begin)}
+            entry |= {
+                "stream": plan["streams"][max(stream, 0)].get("name", ""), "begin_ns": max(0, from_ns - begin),
+                "end_ns": max(0, to_ns - begin),
+            }
         rows.append(entry | {"allocated_bytes": row[7]})
     return rows
 
@@ -115,7 +127,7 @@ def _memory(document: dict, plan: dict, step: dict) -> Memory:
 
 
 def cost_ns(document: dict) -> int | None:
-    """What recording adds to a step. None: there is nothing to compare with."""
+    """Time that recording adds to a step. None: there is nothing to compare with."""
     recorded = [step["device_end_ns"] - step["device_begin_ns"] for step in document["steps"]]
     if not recorded or not document["unrecorded_steps_ns"]:
         return None
@@ -130,7 +142,8 @@ def cost_text(document: dict) -> str:
     plain = statistics.median(between)
     spread = max(between) - min(between)
     return (
-        f"recording costs {cost / 1e6:.3f} ms a step ({100 * cost / plain:.2f} %): median of {len(document['steps'])} recorded steps less that of {len(between)} between them, "
+        f"recording costs {cost / 1e6:.3f} ms a step ({100 * cost / plain:.2f} %): median of {len(document['steps'])} "
+        f"recorded steps less that of {len(between)} between them, "
         f"which differ by {spread / 1e6:.3f} ms"
     )
 
@@ -139,13 +152,16 @@ def profile_of(path: str, document: dict, plan: dict) -> Profile:
     """Raises BadProfile."""
     if not document.get("steps"):
         raise BadProfile(
-            f"{path}: no step was recorded up to the begin of the next one (found 0, and {document.get('abandoned')} that left the plan or were given up; "
+            f"{path}: no step was recorded up to the begin of the next one (found 0, and {document.get('abandoned')} "
+            "that left the plan or were given up; "
             "expected at least 1 of those that repeat)"
         )
     try:
         return _profile(path, document, plan)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise BadProfile(f"{path}: no recording of this version ({type(error).__name__}: {error}; expected {_SCHEMA})") from error
+        raise BadProfile(
+            f"{path}: no recording of this version ({type(error).__name__}: {error}; expected {_SCHEMA})"
+        ) from error
 
 
 def _profile(path: str, document: dict, plan: dict) -> Profile:
@@ -155,7 +171,11 @@ def _profile(path: str, document: dict, plan: dict) -> Profile:
         rows = step["instructions"]
         planned = [document["triggers"][row[0]][3][row[1]] for row in rows]
         times = _shares(rows, planned)
-        work += [_work(instruction, row, time, plan, document["groups"]) for row, instruction, time in zip(rows, planned, times) if row[4] >= 0]
+        work += [
+            _work(instruction, row, time, plan, document["groups"])
+            for row, instruction, time in zip(rows, planned, times)
+            if row[4] >= 0
+        ]
         blocked += _blocked(rows, planned, on_host)
         instructions[step["begin_ns"]] = _instruction_rows(step, planned, times, document, plan)
         memory[step["begin_ns"]] = _memory(document, plan, step)
@@ -172,7 +192,9 @@ def _profile(path: str, document: dict, plan: dict) -> Profile:
         device=document["device"],
         device_bytes=document["device_bytes"],
         steps=[(step["begin_ns"], step["end_ns"]) for step in document["steps"]],
-        steps_on_device={step["begin_ns"]: (step["device_begin_ns"], step["device_end_ns"]) for step in document["steps"]},
+        steps_on_device={
+            step["begin_ns"]: (step["device_begin_ns"], step["device_end_ns"]) for step in document["steps"]
+        },
         work=sorted(work, key=lambda one: (one.begin_ns, one.stream)),
         ranges=[],
         blocked=sorted(blocked),
@@ -185,14 +207,20 @@ def _profile(path: str, document: dict, plan: dict) -> Profile:
 
 
 def collectives_of(profile: Profile) -> list[tuple]:
-    """What other ranks have to know of it."""
+    """The profile's collectives, as other ranks have to know them."""
     return [
-        (one.begin_ns, one.end_ns, one.launched_ns, one.collective.kind, one.collective.group, one.collective.full_tensor_bytes)
+        (
+            one.begin_ns, one.end_ns, one.launched_ns, one.collective.kind, one.collective.group,
+            one.collective.full_tensor_bytes,
+        )
         for one in profile.work
         if one.collective is not None
     ]
 
 
 def of_other_rank(rank: int, world_size: int, collectives: list[tuple]) -> Profile:
-    work = [Work(begin, end, 0, kind, launched, collective=Collective(kind, group, bytes_)) for begin, end, launched, kind, group, bytes_ in collectives]
+    work = [
+        Work(begin, end, 0, kind, launched, collective=Collective(kind, group, bytes_))
+        for begin, end, launched, kind, group, bytes_ in collectives
+    ]
     return Profile(f"rank {rank}", rank, world_size, "", 0, [], work, [], [], [])

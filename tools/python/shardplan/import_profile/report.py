@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured report: the median of the profiled steps of one rank, in the words of the simulated report of the plan."""
+"""The measured report: the median of the profiled steps of one rank, in the words of the simulated report of the
+plan."""
 
 from __future__ import annotations
 
@@ -66,7 +67,16 @@ def steps_of(profile: Profile, parts: Parts) -> list[Step]:
         else:
             behind = _behind_ns(own)
             begins, ends = begin + behind, end + behind
-        steps.append(Step(begin, end, begins, ends, own, [one for one in placed if one.work.begin_ns < ends and one.work.end_ns > begins]))
+        steps.append(
+            Step(
+                begin,
+                end,
+                begins,
+                ends,
+                own,
+                [one for one in placed if one.work.begin_ns < ends and one.work.end_ns > begins],
+            )
+        )
     return steps
 
 
@@ -77,12 +87,14 @@ def _behind_ns(own: list[Placed]) -> int:
 
 
 def median_step(steps: list[Step]) -> Step:
-    """The step that takes the median time; of an even number the faster one of the middle. One step stands for all, so that its parts add up."""
+    """The step that takes the median time; of an even number the faster one of the middle. One step stands for all, so
+    that its parts add up."""
     return sorted(steps, key=lambda step: (step.duration_ns, step.begin_ns))[(len(steps) - 1) // 2]
 
 
 def communicator_of(kind: str, group: tuple[int, ...], simulated: dict, plan: dict) -> str:
-    """The plan's name for it. Where the profile does not say the group, the plan's only one for that kind."""
+    """The plan's name for it. A profile that does not say the group means the plan's only communicator for that
+    kind."""
     names = [entry["communicator"] for entry in simulated["collectives"] if entry["kind"] == kind]
     sizes = {one.get("name", ""): one.get("size", 1) for one in plan.get("communicators", [])}
     fitting = [name for name in names if not group or sizes.get(name) == len(group)]
@@ -102,7 +114,8 @@ def _passes(step: Step) -> dict[str, int]:
 
 
 def _roles(work: list[Placed]) -> dict[tuple[int, str], str]:
-    """The plan's name for each stream. Gloo's threads are one stream for each kind of collective, as the plan's streams are."""
+    """The plan's name for each stream. Gloo's threads are one stream for each kind of collective, as the plan's streams
+    are."""
     by_stream = collections.defaultdict(list)
     for placed in work:
         by_stream[_stream(placed)].append(placed)
@@ -129,7 +142,14 @@ def _streams(step: Step) -> list[dict]:
     by_role: dict[str, list[Placed]] = {role: [] for role in roles.values()}
     for placed in step.work:
         by_role[roles[_stream(placed)]].append(placed)
-    return [{"stream": role, "busy_ns": spans.length(spans.union(placed.interval for placed in own)), "operations": len(own)} for role, own in by_role.items()]
+    return [
+        {
+            "stream": role,
+            "busy_ns": spans.length(spans.union(placed.interval for placed in own)),
+            "operations": len(own),
+        }
+        for role, own in by_role.items()
+    ]
 
 
 def _activity(placed: Placed) -> str:
@@ -140,10 +160,13 @@ def _activity(placed: Placed) -> str:
 
 
 def _activities(step: Step) -> list[dict]:
-    """What the device did at each moment: of several things the first of the list. The times add up to the step."""
+    """The device's activity at each moment: the first in the list, if it does several things. The times add up to the
+    step."""
     by_activity = collections.defaultdict(list)
     for placed in step.running:
-        by_activity[_activity(placed)].append((max(placed.work.begin_ns, step.device_begin_ns), min(placed.work.end_ns, step.device_end_ns)))
+        by_activity[_activity(placed)].append(
+            (max(placed.work.begin_ns, step.device_begin_ns), min(placed.work.end_ns, step.device_end_ns))
+        )
     named = [*_ACTIVITIES, *sorted(by_activity.keys() - set(_ACTIVITIES))]
     busy: spans.Intervals = []
     times = {}
@@ -164,14 +187,24 @@ def _timeline(step: Step) -> list[dict]:
     timeline = []
     for placed in step.running:
         stream, activity = _stream(placed), _activity(placed)
-        begin, end = max(placed.work.begin_ns - step.device_begin_ns, 0), min(placed.work.end_ns - step.device_begin_ns, step.duration_ns)
+        begin, end = (
+            max(placed.work.begin_ns - step.device_begin_ns, 0),
+            min(placed.work.end_ns - step.device_begin_ns, step.duration_ns),
+        )
         name = f"{activity} {placed.part.unit}".strip()
         before = last.get(stream)
-        if before is not None and before["name"] == name and placed.work.collective is None and begin - before["begin_ns"] - before["duration_ns"] <= seen_ns:
+        if (
+            before is not None
+            and before["name"] == name
+            and placed.work.collective is None
+            and begin - before["begin_ns"] - before["duration_ns"] <= seen_ns
+        ):
             before["duration_ns"] = max(before["duration_ns"], end - before["begin_ns"])
             continue
         role = roles[stream] if several[roles[stream]] == 1 else f"{roles[stream]} (stream {stream[0]})"
-        last[stream] = {"stream": role, "activity": activity, "name": name, "begin_ns": begin, "duration_ns": end - begin}
+        last[stream] = {
+            "stream": role, "activity": activity, "name": name, "begin_ns": begin, "duration_ns": end - begin,
+        }
         timeline.append(last[stream])
     return sorted(timeline, key=lambda span: (span["stream"], span["begin_ns"]))
 
@@ -225,13 +258,21 @@ def _operators(step: Step) -> list[dict]:
             entry = sums[placed.part.kind, placed.part.phase]
             entry[0] += 1
             entry[1] += placed.work.duration_ns
-    return [{"kind": kind, "phase": phase, "count": count, "busy_ns": busy} for (kind, phase), (count, busy) in sorted(sums.items())]
+    return [
+        {"kind": kind, "phase": phase, "count": count, "busy_ns": busy}
+        for (kind, phase), (count, busy) in sorted(sums.items())
+    ]
 
 
 def _beside(collectives: list[dict], simulated: dict) -> tuple[int, int, list[str]]:
     """Collectives that only the profile has, that only the plan has, and what to say of bytes."""
-    planned = {(entry["kind"], entry["communicator"]): (entry["count"], entry["full_tensor_bytes"]) for entry in simulated["collectives"]}
-    found = {(entry["kind"], entry["communicator"]): (entry["count"], entry["full_tensor_bytes"]) for entry in collectives}
+    planned = {
+        (entry["kind"], entry["communicator"]): (entry["count"], entry["full_tensor_bytes"])
+        for entry in simulated["collectives"]
+    }
+    found = {
+        (entry["kind"], entry["communicator"]): (entry["count"], entry["full_tensor_bytes"]) for entry in collectives
+    }
     beside = missing = 0
     notes = []
     for key in sorted(planned.keys() | found.keys()):
@@ -241,7 +282,10 @@ def _beside(collectives: list[dict], simulated: dict) -> tuple[int, int, list[st
         if count == expected and bytes_ not in (0, expected_bytes):
             beside, missing = beside + count, missing + count
         if (count, bytes_) != (expected, expected_bytes) and not (count == expected and bytes_ == 0):
-            notes.append(f"{key[0]} on {key[1]}: {count} of {bytes_} bytes in a step, the plan has {expected} of {expected_bytes}")
+            notes.append(
+                f"{key[0]} on {key[1]}: {count} of {bytes_} bytes in a step, the plan has {expected} of "
+                f"{expected_bytes}"
+            )
     return beside, missing, notes
 
 
@@ -252,7 +296,10 @@ def _memory(memory: Memory | None, simulated: dict, device_bytes: int) -> dict:
     return {
         "peak_bytes": memory.peak_bytes,
         "peak_at": memory.peak_at,
-        "peak_by_category": [{"category": name, "size_bytes": bytes_} for name, bytes_ in memory.by_category or (("allocated", memory.peak_bytes),)],
+        "peak_by_category": [
+            {"category": name, "size_bytes": bytes_}
+            for name, bytes_ in memory.by_category or (("allocated", memory.peak_bytes),)
+        ],
         "steady_bytes": memory.steady_bytes,
         "context_bytes": 0,
         "device_memory_bytes": device_bytes,
@@ -272,16 +319,27 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
     exchanging = spans.union(placed.interval for placed in step.collectives)
     communication, exposed = spans.length(exchanging), spans.length(spans.minus(exchanging, compute))
     passes = _passes(step)
-    blocked = spans.length(spans.union((max(begin, step.begin_ns), min(end, step.end_ns)) for begin, end in profile.blocked if begin < step.end_ns and end > step.begin_ns))
+    blocked = spans.length(
+        spans.union(
+            (max(begin, step.begin_ns), min(end, step.end_ns))
+            for begin, end in profile.blocked
+            if begin < step.end_ns and end > step.begin_ns
+        )
+    )
     collectives = _collectives(step, compute, simulated, plan)
     beside, missing, notes = _beside(collectives, simulated)
     known = {entry["unit"] for entry in simulated["units"]}
-    lost = [placed for placed in step.work if placed.part.phase in ("forward", "backward") and placed.part.unit not in known]
+    lost = [
+        placed for placed in step.work if placed.part.phase in ("forward", "backward") and placed.part.unit not in known
+    ]
     tokens = plan.get("tokens_per_step", 0)
     memory = memory or profile.memory_of_step.get(step.begin_ns)
     if not parts.names_units:
         notes.append("the profile has no ranges of FSDP1, FSDP2 or a plan that say which unit work belongs to")
-    notes.append(f"of {len(steps)} steps that were profiled the one of median time stands for all; work is in the step that launched it")
+    notes.append(
+        f"of {len(steps)} steps that were profiled the one of median time stands for all; work is in the step that "
+        "launched it"
+    )
     if memory is None:
         notes.append("memory was not recorded: no snapshot was given, and the profiler did not follow memory")
     return {
@@ -299,7 +357,11 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
         "overlap_ppm": _PPM - exposed * _PPM // communication if communication else _PPM,
         "host_ns": step.end_ns - step.begin_ns - blocked,
         "tokens_per_second_per_rank": tokens * 1_000_000_000 // step.duration_ns if step.duration_ns else 0,
-        "model_flops_utilization_ppm": simulated["model_flops_utilization_ppm"] * simulated["step_ns"] // step.duration_ns if step.duration_ns else 0,
+        "model_flops_utilization_ppm": simulated["model_flops_utilization_ppm"]
+        * simulated["step_ns"]
+        // step.duration_ns
+        if step.duration_ns
+        else 0,
         "streams": _streams(step),
         "collectives": collectives,
         "units": _units(step, compute, simulated),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory snapshots, `pickle.dump(torch.cuda.memory._snapshot(), file)`: what was allocated and reserved while they were recorded."""
+"""Memory snapshots, `pickle.dump(torch.cuda.memory._snapshot(), file)`: what was allocated and reserved while they were
+recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from .kineto import BadProfile, Profile
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Of one device, as torch.cuda's statistics count it."""
+    """One device's memory, in the words of torch.cuda's statistics."""
 
     peak_bytes: int
     steady_bytes: int  # allocated at the end
@@ -28,7 +29,8 @@ class Memory:
 
 
 class _Plain(pickle.Unpickler):
-    """Lists, dicts, texts and numbers: a pickle that names anything else is no snapshot, and could run whatever it names."""
+    """Lists, dicts, texts and numbers: a pickle that names anything else is no snapshot, and could run whatever it
+    names."""
 
     def find_class(self, module: str, name: str) -> object:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
@@ -42,10 +44,18 @@ def _load(path: str) -> dict:
         found = _Plain(io.BytesIO(data)).load()
     except OSError as error:
         raise BadProfile(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (pickle.UnpicklingError, EOFError, zlib.error, ValueError, IndexError, KeyError, AttributeError, TypeError, MemoryError, OverflowError) as error:
-        raise BadProfile(f"{path}: no memory snapshot ({error}; expected a pickle of torch.cuda.memory._snapshot())") from error
+    except (
+        pickle.UnpicklingError, EOFError, zlib.error, ValueError, IndexError, KeyError, AttributeError, TypeError,
+        MemoryError, OverflowError,
+    ) as error:
+        raise BadProfile(
+            f"{path}: no memory snapshot ({error}; expected a pickle of torch.cuda.memory._snapshot())"
+        ) from error
     if not isinstance(found, dict) or not isinstance(found.get("segments"), list):
-        raise BadProfile(f"{path}: no memory snapshot (found {type(found).__name__} without segments; expected torch.cuda.memory._snapshot())")
+        raise BadProfile(
+            f"{path}: no memory snapshot (found {type(found).__name__} without segments; expected "
+            "torch.cuda.memory._snapshot())"
+        )
     return found
 
 
@@ -55,13 +65,16 @@ _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_
 
 
 def read(path: str, device: int) -> Memory:
-    """Of the process's device with that index. The history is walked back from what is alive at its end. Raises BadProfile."""
+    """Memory of the process's device with that index. The history is walked back from what is alive at its end. Raises
+    BadProfile."""
     found = _load(path)
     try:
         segments = [segment for segment in found["segments"] if segment.get("device", 0) == device]
         traces = found.get("device_traces") or []
         trace = traces[device] if device < len(traces) else []
-        allocated = sum(block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated")
+        allocated = sum(
+            block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"
+        )
         reserved = sum(segment["total_size"] for segment in segments)
         most_allocated, most_reserved, steady = allocated, reserved, allocated
         for entry in reversed(trace):
@@ -79,12 +92,14 @@ def read(path: str, device: int) -> Memory:
 
 
 def _rounded(size: int) -> int:
-    """As the caching allocator rounds requests."""
+    """The size to which the caching allocator rounds a request."""
     return max(512, -(-size // 512) * 512)
 
 
 def of_profile(profile: Profile) -> Memory | None:
-    """What the profiler recorded itself, with profile_memory=True."""
+    """Memory that the profiler itself recorded, with profile_memory=True."""
     if not profile.memory:
         return None
-    return Memory(max(one[1] for one in profile.memory), profile.memory[-1][1], max(one[2] for one in profile.memory), 0, False)
+    return Memory(
+        max(one[1] for one in profile.memory), profile.memory[-1][1], max(one[2] for one in profile.memory), 0, False
+    )

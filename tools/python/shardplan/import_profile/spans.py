@@ -24,7 +24,7 @@ def length(intervals: Intervals) -> int:
 
 
 def minus(a: Intervals, b: Intervals) -> Intervals:
-    """Of two unions, what is in the first alone."""
+    """The set difference of two unions of intervals."""
     left: Intervals = []
     position = 0
     for begin, end in a:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face accelerate, and the Trainer of transformers that is built on it.
 
-Both shard a model in `Accelerator.prepare`, with calls of fully_shard. Inside of that call, and nowhere else, fully_shard marks
-units, and the call for the whole model is `shardplan.torch.auto`: so the units, dtypes and meshes are those that accelerate chooses.
+Both shard a model in `Accelerator.prepare`, with calls of fully_shard. Inside of that call, and nowhere else,
+fully_shard marks units, and the call for the whole model is `shardplan.torch.auto`: so the units, dtypes and meshes are
+those that accelerate chooses.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ _HOW = (
 
 
 def use_plans(trainer_or_accelerator: Any, **options: Any) -> None:
-    """From now on models that are prepared train by plans instead of FSDP2. Call it before `trainer.train()`, or `accelerator.prepare`.
+    """From now on models that are prepared train by plans instead of FSDP2. Call it before `trainer.train()`, or
+    `accelerator.prepare`.
 
-    trainer_or_accelerator: a transformers.Trainer, or an accelerate.Accelerator, that shards with FSDP2. ValueError for another one.
+    trainer_or_accelerator: a transformers.Trainer, or an accelerate.Accelerator, that shards with FSDP2. ValueError for
+    another one.
     options: what shardplan.torch.auto takes besides fully_shard's arguments: policy, budget, allow, cluster, plans, ...
     """
     accelerator = getattr(trainer_or_accelerator, "accelerator", trainer_or_accelerator)
     if not getattr(accelerator, "is_fsdp2", False):
-        raise ValueError(f"shardplan: plans take the place of FSDP2, and this {type(trainer_or_accelerator).__name__} does not shard with it: {_HOW}")
+        raise ValueError(
+            f"shardplan: plans take the place of FSDP2, and this {type(trainer_or_accelerator).__name__} does not "
+            f"shard with it: {_HOW}"
+        )
     prepare = accelerator._prepare_fsdp2
 
     @functools.wraps(prepare)

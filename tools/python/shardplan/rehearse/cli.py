@@ -22,8 +22,10 @@ from .routing import BadRouting, shares_of
 _EXIT_DOES_NOT_FIT, _EXIT_USAGE, _EXIT_BAD_INPUT = 1, 2, 3
 _KEPT_S = 900
 _DESCRIPTION = """\
-Run a training script, as it is, as one rank of a job of any size without a GPU, and print what torch.cuda says of its memory: by step and phase, and
-the peak by category and module. Nothing is computed; torch's own allocator runs. The other ranks are played: each does what this one does."""
+Run a training script, as it is, as one rank of a job of any size without a GPU, and print what torch.cuda says of \
+its memory: by step and phase, and
+the peak by category and module. Nothing is computed; torch's own allocator runs. The other ranks are played: each \
+does what this one does."""
 _EPILOG = """\
 examples:
   shardplan rehearse --gpus 64 -- torchrun train.py --batch 4
@@ -31,7 +33,8 @@ examples:
   shardplan rehearse --device-memory 40GB --snapshot rank0.pickle -- python train.py
   shardplan rehearse --gpus 256 --steps 0 --report measured.json -- bash run.sh
 
-exit codes: 0 done, 1 out of memory, 2 usage, 3 bad input (the script ended before a step), 4 environment (no torch, no device); another error of the script: its own exit code"""
+exit codes: 0 done, 1 out of memory, 2 usage, 3 bad input (the script ended before a step), 4 environment (no torch, \
+no device); another error of the script: its own exit code"""
 
 
 def _count(words: str) -> int:
@@ -47,19 +50,79 @@ def _not_negative(words: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = ArgumentParser(prog="shardplan rehearse", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]")
-    result.add_argument("--gpus", type=_count, metavar="N", help="ranks of the job (default: as many as the command starts)")
+    result = ArgumentParser(
+        prog="shardplan rehearse",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
+    )
+    result.add_argument(
+        "--gpus", type=_count, metavar="N", help="ranks of the job (default: as many as the command starts)"
+    )
     result.add_argument("--rank", type=_not_negative, default=0, metavar="R", help="the rank that is run (default: 0)")
-    result.add_argument("--gpus-per-node", type=_count, metavar="N", help="devices that the script sees, at most --gpus (default: 8; 1 for a script without a launcher and --gpus)")
-    result.add_argument("--cluster", type=file_name, default=DEFAULT_CLUSTER, metavar="FILE|NAME", help=f"whose device it is: a file, a shipped one, or a device (default: {DEFAULT_CLUSTER})")
-    result.add_argument("--device-memory", type=bytes_of, metavar="BYTES", help="what the device has, as 80GB or 40GiB, in place of the cluster's")
-    result.add_argument("--steps", type=_not_negative, default=3, metavar="N", help="optimizer steps, then the script is ended; 0: it runs to its own end (default: 3)")
-    result.add_argument("--routing", type=file_name, metavar="FILE", help="each expert's share of the tokens: numbers, one a line or separated by commas (default: all the same)")
+    result.add_argument(
+        "--gpus-per-node",
+        type=_count,
+        metavar="N",
+        help="devices that the script sees, at most --gpus (default: 8; 1 for a script without a launcher and --gpus)",
+    )
+    result.add_argument(
+        "--cluster",
+        type=file_name,
+        default=DEFAULT_CLUSTER,
+        metavar="FILE|NAME",
+        help=f"whose device it is: a file, a shipped one, or a device (default: {DEFAULT_CLUSTER})",
+    )
+    result.add_argument(
+        "--device-memory",
+        type=bytes_of,
+        metavar="BYTES",
+        help="what the device has, as 80GB or 40GiB, in place of the cluster's",
+    )
+    result.add_argument(
+        "--steps",
+        type=_not_negative,
+        default=3,
+        metavar="N",
+        help="optimizer steps, then the script is ended; 0: it runs to its own end (default: 3)",
+    )
+    result.add_argument(
+        "--routing",
+        type=file_name,
+        metavar="FILE",
+        help="each expert's share of the tokens: numbers, one a line or separated by commas (default: all the same)",
+    )
     result.add_argument("--report", type=file_name, metavar="FILE", help="write a report (shardplan.report/1)")
-    result.add_argument("--snapshot", type=file_name, metavar="FILE", help="write PyTorch's own memory snapshot (a pickle, for pytorch.org/memory_viz)")
-    result.add_argument("--html", type=file_name, metavar="FILE", help="write a page: steps, the curve of allocated memory, the peak by category and module")
-    result.add_argument("--keep", type=_count, nargs="?", const=_KEPT_S, default=0, metavar="SECONDS", help=f"leave a process that has imported torch, until no run has come for so long (default: {_KEPT_S}): the next run with --keep starts from it")
-    result.add_argument("--no-history", action="store_true", help="do not record the allocator's history: no categories and modules, less time")
+    result.add_argument(
+        "--snapshot",
+        type=file_name,
+        metavar="FILE",
+        help="write PyTorch's own memory snapshot (a pickle, for pytorch.org/memory_viz)",
+    )
+    result.add_argument(
+        "--html",
+        type=file_name,
+        metavar="FILE",
+        help="write a page: steps, the curve of allocated memory, the peak by category and module",
+    )
+    result.add_argument(
+        "--keep",
+        type=_count,
+        nargs="?",
+        const=_KEPT_S,
+        default=0,
+        metavar="SECONDS",
+        help=(
+            f"leave a process that has imported torch, until no run has come for so long (default: {_KEPT_S}): the "
+            "next run with --keep starts from it"
+        ),
+    )
+    result.add_argument(
+        "--no-history",
+        action="store_true",
+        help="do not record the allocator's history: no categories and modules, less time",
+    )
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result
 
@@ -70,7 +133,10 @@ def main() -> int:
     options = parser().parse_args(words[:separator])
     command = words[separator + 1 :]
     if not command:
-        parser().error("what to rehearse is missing: the command that starts the training goes behind --, as in shardplan rehearse --gpus 64 -- torchrun train.py")
+        parser().error(
+            "what to rehearse is missing: the command that starts the training goes behind --, as in shardplan "
+            "rehearse --gpus 64 -- torchrun train.py"
+        )
     if options.gpus is not None and options.rank >= options.gpus:
         parser().error(f"--rank {options.rank}: of {options.gpus} ranks the last is {options.gpus - 1}")
     try:
@@ -104,7 +170,10 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
     routing = None if options.routing is None else shares_of(options.routing)
     folder = device_folder()
     if shutil.which(command[0]) is None:
-        return _fail(_EXIT_BAD_INPUT, f"{printable_name(command[0])}: no such program (expected one on the PATH, as torchrun, or a path to one)")
+        return _fail(
+            _EXIT_BAD_INPUT,
+            f"{printable_name(command[0])}: no such program (expected one on the PATH, as torchrun, or a path to one)",
+        )
 
     def say(line: str) -> None:
         if not options.quiet:
@@ -114,7 +183,10 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
     with files.scratch_folder() as scratch:
         snapshot = str(scratch / "snapshot.pickle") if options.snapshot else None
         history = not options.no_history or bool(options.report or options.html or snapshot)
-        asked = Asked(command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, history, snapshot, routing, options.keep)
+        asked = Asked(
+            command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, history,
+            snapshot, routing, options.keep,
+        )
         outcome = Rehearsal(asked, scratch, say).of_rank(options.rank)
         code = _tell(outcome, device, command)
         result = outcome.told.get("result")
@@ -146,10 +218,17 @@ def _tell(outcome: Outcome, device: Device, command: list[str]) -> int:
         complain("shardplan rehearse", text.error_line(error))
         return outcome.code if outcome.code > 0 else _EXIT_BAD_INPUT
     if result["end"] == "killed":
-        return _fail(_code_of(outcome) or _EXIT_BAD_INPUT, f"the rank's process ended behind step {result['steps']} without Python's exit (exit code {outcome.code})")
+        return _fail(
+            _code_of(outcome) or _EXIT_BAD_INPUT,
+            f"the rank's process ended behind step {result['steps']} without Python's exit (exit code {outcome.code})",
+        )
     if result["steps"] == 0:
         hint = "a backward ran, and no optimizer of torch.optim stepped" if result["backwards"] else "no backward ran"
-        return _fail(outcome.code if outcome.code > 0 else _EXIT_BAD_INPUT, f"the script ended before a step (exit code {outcome.code}): {hint}. Give it arguments with which it trains, and data for one step")
+        return _fail(
+            outcome.code if outcome.code > 0 else _EXIT_BAD_INPUT,
+            f"the script ended before a step (exit code {outcome.code}): {hint}. Give it arguments with which it "
+            "trains, and data for one step",
+        )
     return 0 if result["end"] == "steps" or outcome.code == 0 else _code_of(outcome)
 
 
@@ -160,10 +239,22 @@ def _code_of(outcome: Outcome) -> int:
 def _no_result(outcome: Outcome, command: list[str]) -> int:
     told = outcome.told
     if "torch" not in told and "no_torch" in told:
-        return _fail(EXIT_ENVIRONMENT, f"torch is not installed in {told['no_torch']['executable']}, the interpreter of the command: name one that has it")
+        return _fail(
+            EXIT_ENVIRONMENT,
+            f"torch is not installed in {told['no_torch']['executable']}, the interpreter of the command: name one "
+            "that has it",
+        )
     if "torch" not in told:
         why = f"it ended with exit code {outcome.code}" if outcome.code else "it ended well"
-        return _fail(_code_of(outcome) or _EXIT_BAD_INPUT, f"no Python process of {printable_name(command[0])} imported torch ({why}). Interpreters that ignore PYTHONPATH (-I, -E) cannot be rehearsed")
+        return _fail(
+            _code_of(outcome) or _EXIT_BAD_INPUT,
+            f"no Python process of {printable_name(command[0])} imported torch ({why}). Interpreters that ignore "
+            "PYTHONPATH (-I, -E) cannot be rehearsed",
+        )
     if outcome.code < 0:
         return _fail(_code_of(outcome), f"the script was ended by {signal.Signals(-outcome.code).name} before a step")
-    return _fail(outcome.code or _EXIT_BAD_INPUT, f"the rank's process ended before a step, without Python's exit (exit code {outcome.code}): a launcher that is not known, or os._exit")
+    return _fail(
+        outcome.code or _EXIT_BAD_INPUT,
+        f"the rank's process ended before a step, without Python's exit (exit code {outcome.code}): a launcher that "
+        "is not known, or os._exit",
+    )

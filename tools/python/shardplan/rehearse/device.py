@@ -17,12 +17,14 @@ _LIBRARY = "libshardplan_device.so"
 _OPENED_AS = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
-# Compute capability and multiprocessors by a part of the device's name (NVIDIA's data sheets). PyTorch's kernels take scratch by them. The first that fits.
-_KINDS = {
-    "V100": ("7.0", 80), "A100": ("8.0", 108), "A800": ("8.0", 108), "A10": ("8.6", 72), "A40": ("8.6", 84), "A6000": ("8.6", 84), "L40": ("8.9", 142), "L4": ("8.9", 58),
-    "H20 ": ("9.0", 78), "H100 PCIe": ("9.0", 114), "H100": ("9.0", 132), "H800": ("9.0", 132), "H200": ("9.0", 132), "B200": ("10.0", 148), "B300": ("10.3", 148),
+# Compute capability by a part of the device's name (NVIDIA's data sheets). PyTorch chooses kernels by it. The first
+# that fits.
+_CAPABILITIES = {
+    "V100": "7.0", "A100": "8.0", "A800": "8.0", "A10": "8.6", "A40": "8.6", "A6000": "8.6", "L40": "8.9", "L4": "8.9",
+    "H20 ": "9.0", "H100": "9.0", "H800": "9.0", "H200": "9.0", "B200": "10.0", "B300": "10.3",
 }  # fmt: skip
-_OTHER_KIND = ("9.0", 132)
+# An H100's.
+_OTHER_CAPABILITY, _OTHER_MULTIPROCESSORS = "9.0", 132
 
 
 class NoDevice(Exception):
@@ -45,18 +47,22 @@ class Device:
 
     @property
     def cuda_name(self) -> str:
-        """As torch.cuda.get_device_name says it."""
+        """The name that torch.cuda.get_device_name gives."""
         return self.name if self.name.startswith("NVIDIA") else f"NVIDIA {self.name}"
 
 
 def device_folder() -> Path:
-    """Where libshardplan_device.so is: $SHARDPLAN_DEVICE_LIBRARY_FOLDER, else the build of the command, else that of shardplan-torch beside this package; else it
-    is compiled for the torch of this interpreter, once. Raises NoDevice."""
+    """The folder of libshardplan_device.so: $SHARDPLAN_DEVICE_LIBRARY_FOLDER, else the build of the command, else that
+    of shardplan-torch beside this package. Without any the library is compiled for the torch of this interpreter, once.
+    Raises NoDevice."""
     if named := os.environ.get("SHARDPLAN_DEVICE_LIBRARY_FOLDER"):
         candidates = [Path(named)]
     else:
         programs = os.environ.get("SHARDPLAN_PROGRAMS")
-        candidates = [Path(__file__).resolve().parents[2] / "_shardplan_device", *([Path(programs).parent / "device"] if programs else [])]
+        candidates = [
+            Path(__file__).resolve().parents[2] / "_shardplan_device",
+            *([Path(programs).parent / "device"] if programs else []),
+        ]
     for folder in candidates:
         if (folder / _LIBRARY).is_file():
             return folder.resolve()
@@ -66,7 +72,10 @@ def device_folder() -> Path:
         except building.NotBuilt as error:
             raise NoDevice(str(error)) from error
     looked = " and ".join(map(str, candidates))
-    raise NoDevice(f"the device in software is not built (looked for {_LIBRARY} in {looked}): tools/build dev builds it, for the torch at hand (one with CUDA; no GPU is needed)")
+    raise NoDevice(
+        f"the device in software is not built (looked for {_LIBRARY} in {looked}): tools/build dev builds it, for the "
+        "torch at hand (one with CUDA; no GPU is needed)"
+    )
 
 
 def with_links(folder: Path, scratch: Path) -> Path:
@@ -83,20 +92,41 @@ def with_links(folder: Path, scratch: Path) -> Path:
 
 
 def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Device:
-    """cluster: a file, a shipped document or a device, as --cluster of the other commands. memory_bytes: in place of the cluster's. Raises BadCluster, NoCommand."""
+    """cluster: a file, a shipped document or a device, as --cluster of the other commands. memory_bytes: in place of
+    the cluster's. Raises BadCluster, NoCommand."""
     path = _answer({"cluster": cluster, "ranks": gpus or 0})["path"]
     answer = _answer({"document": path})
     document = json.loads(answer["text"])
     device = document["device"]
     if memory_bytes is not None and memory_bytes <= device.get("context_bytes", 0):
-        raise BadCluster(f"--device-memory: a CUDA context alone takes {device['context_bytes']} bytes (found {memory_bytes}, expected more; 80GB is a size)")
-    capability, multiprocessors = next((kind for part, kind in _KINDS.items() if part in f"{device['name']} "), _OTHER_KIND)
-    return Device(document["name"], device["name"], memory_bytes or device["memory_bytes"], device.get("context_bytes", 0), answer["nccl_buffer_bytes"], capability, device.get("multiprocessors", multiprocessors))
+        raise BadCluster(
+            f"--device-memory: a CUDA context alone takes {device['context_bytes']} bytes (found {memory_bytes}, "
+            "expected more; 80GB is a size)"
+        )
+    capability = next(
+        (capability for part, capability in _CAPABILITIES.items() if part in f"{device['name']} "), _OTHER_CAPABILITY
+    )
+    return Device(
+        document["name"],
+        device["name"],
+        memory_bytes or device["memory_bytes"],
+        device.get("context_bytes", 0),
+        answer["nccl_buffer_bytes"],
+        capability,
+        device.get("multiprocessors", _OTHER_MULTIPROCESSORS),
+    )
 
 
 def _answer(question: dict) -> dict:
-    """Of `shardplan evaluate`, which knows the shipped clusters, and reads a document as every command does."""
-    asked = subprocess.run([built_command("rehearse"), "evaluate"], input=json.dumps(question) + "\n", capture_output=True, text=True, check=False)
+    """The answer of `shardplan evaluate`, which knows the shipped clusters and reads a document as every command
+    does."""
+    asked = subprocess.run(
+        [built_command("rehearse"), "evaluate"],
+        input=json.dumps(question) + "\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     answer = json.loads(asked.stdout.splitlines()[0]) if asked.stdout else {"error": asked.stderr.strip()}
     if "error" in answer:
         raise BadCluster(str(answer["error"]).replace("cluster: shardplan: error: ", ""))

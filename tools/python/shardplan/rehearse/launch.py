@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the user's command as it is, for one rank, on the device in software. Its processes tell what became of it in a folder (site/shardplan_rehearsal/run.py)."""
+"""Runs the user's command as it is, for one rank, on the device in software. Its processes tell what became of it in a
+folder (site/shardplan_rehearsal/run.py)."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "library_folder": str(asked.library_folder),
     }
     environment = dict(os.environ)
-    for name in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDPLAN_REHEARSE_WORKER", "SHARDPLAN_DEVICE_ROUTING", "SHARDPLAN_DEVICE_POISON"):
+    for name in (
+        "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SHARDPLAN_REHEARSE_WORKER",
+        "SHARDPLAN_DEVICE_ROUTING", "SHARDPLAN_DEVICE_POISON",
+    ):
         environment.pop(name, None)
     environment.setdefault("WANDB_MODE", "disabled")
     return {
@@ -108,11 +112,17 @@ class Rehearsal:
             sender = needs["rank"]
             if sender in (*waiting, rank) or self._runs > _MOST_RUNS:
                 chain = ", ".join(str(one) for one in (*waiting, rank, sender))
-                raise NeedsTooMuch(f"ranks wait for each other's objects (found the chain {chain}; expected one that ends): no rank can be rehearsed first")
+                raise NeedsTooMuch(
+                    f"ranks wait for each other's objects (found the chain {chain}; expected one that ends): no rank "
+                    "can be rehearsed first"
+                )
             self._say(f"rank {sender} is rehearsed first: rank {rank} receives an object of it")
             first = self.of_rank(sender, needs["message"], (*waiting, rank))
             if "sent" not in first.told and not (self._messages / needs["message"]).exists():
-                raise NeedsTooMuch(f"rank {sender} ended without sending what rank {rank} receives of it (exit code {first.code}); its last lines:\n{first.output}")
+                raise NeedsTooMuch(
+                    f"rank {sender} ended without sending what rank {rank} receives of it (exit code {first.code}); "
+                    f"its last lines:\n{first.output}"
+                )
 
     def _run(self, rank: int, until: str | None) -> Outcome:
         self._runs += 1

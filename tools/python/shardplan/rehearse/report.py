@@ -9,7 +9,10 @@ from . import text
 from .device import Device
 
 # A rehearsal takes no time that means anything. The fields are there in every report.
-_TIMES = ("step_ns", "forward_ns", "backward_ns", "optimizer_ns", "compute_ns", "communication_ns", "exposed_communication_ns", "overlap_ppm", "host_ns", "tokens_per_second_per_rank", "model_flops_utilization_ppm")
+_TIMES = (
+    "step_ns", "forward_ns", "backward_ns", "optimizer_ns", "compute_ns", "communication_ns",
+    "exposed_communication_ns", "overlap_ppm", "host_ns", "tokens_per_second_per_rank", "model_flops_utilization_ppm",
+)
 
 
 def report_of(result: dict, device: Device, command: list[str]) -> dict:
@@ -31,7 +34,9 @@ def report_of(result: dict, device: Device, command: list[str]) -> dict:
         "memory": {
             "peak_bytes": result["allocated_bytes"],
             "peak_at": text.peak_place(result),
-            "peak_by_category": [{"category": name, "size_bytes": size} for name, size in sorted(categories.items()) if size > 0],
+            "peak_by_category": [
+                {"category": name, "size_bytes": size} for name, size in sorted(categories.items()) if size > 0
+            ],
             "steady_bytes": result["steady_bytes"],
             "context_bytes": device.context_bytes,
             "device_memory_bytes": device.memory_bytes,
@@ -39,9 +44,14 @@ def report_of(result: dict, device: Device, command: list[str]) -> dict:
             "cache_releases": sum(row["retries"] for row in rows),
             "fits": text.fits(result),
         },
-        "measured": {"device": f"{device.name}, in software", "rank": result["rank"], "ranks": 1, "steps_ns": [], "waiting_ns": 0, "unassigned_kernels": 0, "unassigned_ns": 0, "collectives_beside_plan": 0, "collectives_missing": 0},
+        "measured": {
+            "device": f"{device.name}, in software", "rank": result["rank"], "ranks": 1, "steps_ns": [],
+            "waiting_ns": 0, "unassigned_kernels": 0, "unassigned_ns": 0, "collectives_beside_plan": 0,
+            "collectives_missing": 0,
+        },
         "notes": [
-            "rehearsed: the script ran on a device in software on which nothing is computed; times have no meaning and are 0",
+            "rehearsed: the script ran on a device in software on which nothing is computed; times have no meaning "
+            "and are 0",
             "the other ranks are played: each gives what this rank gives",
             "nccl_buffers is an estimate: 16 channels of the default buffers for each communicator",
         ],
@@ -51,7 +61,9 @@ def report_of(result: dict, device: Device, command: list[str]) -> dict:
                 "torch": result["torch"],
                 "steps": result["steps"],
                 "phases": rows,
-                "modules": [{"module": name, "size_bytes": size} for name, size in peak["modules"].items()] if peak else [],
+                "modules": [{"module": name, "size_bytes": size} for name, size in peak["modules"].items()]
+                if peak
+                else [],
                 "error": result["error"],
             }
         },

@@ -15,18 +15,24 @@ class BadRouting(Exception):
 
 
 def shares_of(path: str) -> tuple[float, ...]:
-    """Numbers of at least 0, one a line or separated by commas, in the order of the experts; any scale. Raises BadRouting."""
+    """Numbers of at least 0, one a line or separated by commas, in the order of the experts; any scale. Raises
+    BadRouting."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadRouting(f"{printable_name(path)}: cannot be read ({getattr(error, 'strerror', None) or 'it is no text'})") from error
+        raise BadRouting(
+            f"{printable_name(path)}: cannot be read ({getattr(error, 'strerror', None) or 'it is no text'})"
+        ) from error
     shares = []
     for number, line in enumerate(lines, 1):
         for word in re.split(r"[,;\s]+", line.strip(", ;\t")):
             if word:
                 shares.append(_share(path, number, word))
     if not any(shares):
-        raise BadRouting(f"{printable_name(path)}: no expert has a share (found {'only zeros' if shares else 'no number'}, expected one number for each expert)")
+        raise BadRouting(
+            f"{printable_name(path)}: no expert has a share (found {'only zeros' if shares else 'no number'}, "
+            "expected one number for each expert)"
+        )
     return tuple(shares)
 
 
@@ -36,5 +42,8 @@ def _share(path: str, line: int, word: str) -> float:
     except ValueError:
         share = math.nan
     if not (math.isfinite(share) and share >= 0):
-        raise BadRouting(f"{printable_name(path)}:{line}: found {printable_name(word)}, expected an expert's share, a number of at least 0")
+        raise BadRouting(
+            f"{printable_name(path)}:{line}: found {printable_name(word)}, expected an expert's share, a number of at "
+            "least 0"
+        )
     return share

@@ -13,7 +13,10 @@ from .device import Device
 
 _PHASES = ("setup", "forward", "backward", "optimizer")
 _SHOWN_MODULES = 8
-_HUB_ERRORS = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "HfHubHTTPError", "ConnectionError", "RepositoryNotFoundError", "GatedRepoError", "URLError", "gaierror"}
+_HUB_ERRORS = {
+    "LocalEntryNotFoundError", "OfflineModeIsEnabled", "HfHubHTTPError", "ConnectionError", "RepositoryNotFoundError",
+    "GatedRepoError", "URLError", "gaierror",
+}
 
 
 def size_text(size_bytes: int) -> str:
@@ -26,7 +29,13 @@ def rows_of(result: dict) -> list[dict]:
     """One for each step and phase, of all its stretches."""
     rows: dict[tuple[int, str], dict] = {}
     for stretch in result["stretches"]:
-        row = rows.setdefault((stretch["step"], stretch["phase"]), {"step": stretch["step"], "phase": stretch["phase"], "allocated_bytes": 0, "reserved_bytes": 0, "retries": 0, "out_of_memory": 0})
+        row = rows.setdefault(
+            (stretch["step"], stretch["phase"]),
+            {
+                "step": stretch["step"], "phase": stretch["phase"], "allocated_bytes": 0, "reserved_bytes": 0,
+                "retries": 0, "out_of_memory": 0,
+            },
+        )
         for most in ("allocated_bytes", "reserved_bytes"):
             row[most] = max(row[most], stretch[most])
         for sum_ in ("retries", "out_of_memory"):
@@ -35,9 +44,13 @@ def rows_of(result: dict) -> list[dict]:
 
 
 def outside_of(result: dict, device: Device) -> list[tuple[str, int]]:
-    """What the device has beside the allocator."""
+    """Device memory beside the allocator's."""
     count = result["communicators"]
-    of_nccl = [(f"NCCL, {count} communicator{'s' if count > 1 else ''} (an estimate)", count * device.nccl_bytes)] if count else []
+    of_nccl = (
+        [(f"NCCL, {count} communicator{'s' if count > 1 else ''} (an estimate)", count * device.nccl_bytes)]
+        if count
+        else []
+    )
     return [("CUDA context", device.context_bytes), *of_nccl]
 
 
@@ -64,7 +77,13 @@ def _place(step: int, phase: str, module: str) -> str:
 def _table(rows: list[tuple[str, ...]], left: int) -> list[str]:
     """left: so many columns are aligned to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def text_of(result: dict, device: Device) -> str:
@@ -76,25 +95,40 @@ def text_of(result: dict, device: Device) -> str:
 
 def _head(result: dict, device: Device) -> str:
     steps = result["steps"]
-    return f"\nrehearsed: rank {result['rank']} of {result['world_size']} on {printable_name(device.name)}, {steps} step{'' if steps == 1 else 's'}, torch {result['torch']}, {result['seconds']:.1f} s"
+    return (
+        f"\nrehearsed: rank {result['rank']} of {result['world_size']} on {printable_name(device.name)}, {steps} "
+        f"step{'' if steps == 1 else 's'}, torch {result['torch']}, {result['seconds']:.1f} s"
+    )
 
 
 def table_of(result: dict) -> list[tuple[str, ...]]:
     """Cells of each row, the head first. Steps in a row that take the same are one: "2-5"."""
     by_step: list[tuple[int, int, list[tuple[str, ...]]]] = []  # first, last, cells of the phases
     for step, rows in itertools.groupby(rows_of(result), key=lambda row: row["step"]):
-        cells = [(row["phase"], size_text(row["allocated_bytes"]), size_text(row["reserved_bytes"]), str(row["retries"]), str(row["out_of_memory"])) for row in rows]
+        cells = [
+            (
+                row["phase"], size_text(row["allocated_bytes"]), size_text(row["reserved_bytes"]), str(row["retries"]),
+                str(row["out_of_memory"]),
+            )
+            for row in rows
+        ]
         if by_step and by_step[-1][2] == cells:
             by_step[-1] = by_step[-1][0], step, cells
         else:
             by_step.append((step, step, cells))
-    named = [("" if first == 0 else f"{first}" if first == last else f"{first}-{last}", phases) for first, last, phases in by_step]
+    named = [
+        ("" if first == 0 else f"{first}" if first == last else f"{first}-{last}", phases)
+        for first, last, phases in by_step
+    ]
     head = ("step", "phase", "max allocated", "max reserved", "retries", "out of memory")
     return [head, *((name, *cells) for name, phases in named for cells in phases)]
 
 
 def _peak(result: dict) -> list[str]:
-    lines = [f"peak: {result['allocated_bytes']} bytes, {size_text(result['allocated_bytes'])} allocated, in {printable_name(peak_place(result))}"]
+    lines = [
+        f"peak: {result['allocated_bytes']} bytes, {size_text(result['allocated_bytes'])} allocated, in "
+        f"{printable_name(peak_place(result))}"
+    ]
     if (peak := result.get("peak")) is None:
         return [*lines, ""]
     lines += ["  " + line for line in _table([(name, size_text(size)) for name, size in peak["categories"].items()], 1)]
@@ -114,7 +148,11 @@ def grouped(modules: dict[str, int]) -> dict[str, int]:
 
 
 def _device(result: dict, device: Device) -> list[str]:
-    rows = [("device memory", size_text(device.memory_bytes)), *((name, size_text(size)) for name, size in outside_of(result, device)), ("left for the allocator", size_text(budget_of(result, device)))]
+    rows = [
+        ("device memory", size_text(device.memory_bytes)),
+        *((name, size_text(size)) for name, size in outside_of(result, device)),
+        ("left for the allocator", size_text(budget_of(result, device))),
+    ]
     rows.append(("max reserved", size_text(result["reserved_bytes"])))
     rows.append(("fits", _fits(result)))
     return _table(rows, 1)
@@ -129,12 +167,21 @@ def _fits(result: dict) -> str:
 def _out_of_memory(result: dict, device: Device) -> list[str]:
     error = result["error"]
     where = f"{error['file']}:{error['line']}" + (f", module {error['module']}" if error["module"] else "")
-    return [f"out of memory in {error['place']}: {printable_name(where)}", f"  {printable_name(error['code'])}", *(f"  {printable_name(line)}" for line in error["message"].splitlines()[:1])]
+    return [
+        f"out of memory in {error['place']}: {printable_name(where)}",
+        f"  {printable_name(error['code'])}",
+        *(f"  {printable_name(line)}" for line in error["message"].splitlines()[:1]),
+    ]
 
 
 def error_line(error: dict) -> str:
     message = printable_name(error["message"].splitlines()[0] if error["message"] else "")
-    line = f"error: the script raised {error['type']} in {error['place']}, {printable_name(error['file'])}:{error['line']}: {message}"
+    line = (
+        f"error: the script raised {error['type']} in {error['place']}, "
+        f"{printable_name(error['file'])}:{error['line']}: {message}"
+    )
     if _HUB_ERRORS & set(error["kinds"]):
-        line += " (it needs a hub: download the model and data first, and name their folders; or let it, with a network)"
+        line += (
+            " (it needs a hub: download the model and data first, and name their folders; or let it, with a network)"
+        )
     return line

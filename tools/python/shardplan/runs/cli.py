@@ -39,14 +39,32 @@ def _count(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = ArgumentParser(prog="shardplan cost", description="Training runs: predicted next to measured, and few figures of a cluster fitted to some of them (docs/reference/cost.md).")
+    result = ArgumentParser(
+        prog="shardplan cost",
+        description=(
+            "Training runs: predicted next to measured, and few figures of a cluster fitted to some of them "
+            "(docs/reference/cost.md)."
+        ),
+    )
     result.add_argument("table", metavar="RUNS.csv", type=file_name)
-    result.add_argument("--builder", required=True, metavar="SOURCE", help="package.module:callable: gets a row, returns the model")
-    result.add_argument("--cluster-of", type=_pair, action="append", default=[], metavar="GPU=NAME", help="the cluster of a GPU kind (default: the one called as the GPU)")
+    result.add_argument(
+        "--builder", required=True, metavar="SOURCE", help="package.module:callable: gets a row, returns the model"
+    )
+    result.add_argument(
+        "--cluster-of", type=_pair, action="append", default=[], metavar="GPU=NAME",
+        help="the cluster of a GPU kind (default: the one called as the GPU)",
+    )
     result.add_argument("--cluster", type=file_name, metavar="FILE|NAME", help="the cluster of all others")
     result.add_argument("--fit-rows", type=_count, metavar="N", help="fit to so many rows of each GPU kind")
-    result.add_argument("--figures", type=lambda text: named(text, MOST_FIGURES), metavar="NAME,...", help=f"what is fitted, of {', '.join(FIGURES)} (default: {DEFAULT_FIGURES})")
-    result.add_argument("-o", "--output", type=file_name, metavar="FOLDER", help="where the fitted clusters go, GPU.json each")
+    result.add_argument(
+        "--figures",
+        type=lambda text: named(text, MOST_FIGURES),
+        metavar="NAME,...",
+        help=f"what is fitted, of {', '.join(FIGURES)} (default: {DEFAULT_FIGURES})",
+    )
+    result.add_argument(
+        "-o", "--output", type=file_name, metavar="FOLDER", help="where the fitted clusters go, GPU.json each"
+    )
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result
 
@@ -58,7 +76,9 @@ def _log(text: str) -> None:
 def main() -> int:
     options = parser().parse_args()
     if options.fit_rows is None and (options.output or options.figures):
-        parser().error(f"{'-o' if options.output else '--figures'} is of a fit: --fit-rows says to how many rows of each GPU kind")
+        parser().error(
+            f"{'-o' if options.output else '--figures'} is of a fit: --fit-rows says to how many rows of each GPU kind"
+        )
     try:
         return _run(options)
     except BadTable as error:
@@ -141,10 +161,21 @@ def _trace(traces: Traces, runs: list[Run], name: str, progress: _Progress) -> N
         parameters = traces.model(run).parameters
         told = run.cells.get("parameters")
         if type(told) is int and abs(parameters - told) > 0.01 * told:
-            _log(f"warning: {run.path}: /line/{run.line}: the builder's model has another number of parameters (found {parameters}, expected {told})")
+            _log(
+                f"warning: {run.path}: /line/{run.line}: the builder's model has another number of parameters (found "
+                f"{parameters}, expected {told})"
+            )
 
 
-def _fit(options: argparse.Namespace, simulator: Simulator, runs: list[Run], gpu: str, document: dict, folder: str, progress: _Progress) -> fit.Fit:
+def _fit(
+    options: argparse.Namespace,
+    simulator: Simulator,
+    runs: list[Run],
+    gpu: str,
+    document: dict,
+    folder: str,
+    progress: _Progress,
+) -> fit.Fit:
     names = options.figures or DEFAULT_FIGURES.split(",")
     of_kind = [i for i, run in enumerate(runs) if run.gpu == gpu]
     made = 0
@@ -161,7 +192,10 @@ def _fit(options: argparse.Namespace, simulator: Simulator, runs: list[Run], gpu
         os.remove(path)
         return rates
 
-    if all(len(document.get("links", [])) < 2 or runs[i].cells["gpus"] <= document.get("ranks_per_node", 8) for i in of_kind):
+    if all(
+        len(document.get("links", [])) < 2 or runs[i].cells["gpus"] <= document.get("ranks_per_node", 8)
+        for i in of_kind
+    ):
         names = [name for name in names if name != "network"]
     rows = fit.chosen(document, names, of_kind, options.fit_rows, predict)
     fitted = fit.fit(document, names, rows, [math.log(runs[i].tokens_per_second) for i in rows], predict)

@@ -31,5 +31,8 @@ def say_sources(fitted: Fit, note: str) -> None:
     for figure in fitted.figures:
         name = FIGURES[figure.name].source
         if figure.told and name:
-            sources[name] = {"figure": name, "origin": "fitted", "off_ppm": max(1, round(MILLION * (figure.high / figure.factor - 1))), "note": note}
+            sources[name] = {
+                "figure": name, "origin": "fitted",
+                "off_ppm": max(1, round(MILLION * (figure.high / figure.factor - 1))), "note": note,
+            }
     document["sources"] = list(sources.values())

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MILLION = 1_000_000
-# GPUs of one cluster differ by 8 % in the median application (Sinha et al., SC22: "Not all GPUs are created equal"), least to most.
+# GPUs of one cluster differ by 8 % in the median application (Sinha et al., SC22: "Not all GPUs are created equal"),
+# least to most.
 _USUAL_SPREAD = 25_000
 _ISSUED = ("operator_issue_ns", "collective_issue_ns", "copy_issue_ns", "allocate_ns", "event_ns", "trigger_ns")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """`scale` makes what it names so many times as fast. `source`: its name among the document's sources, "" where it has none."""
+    """`scale` makes what it names so many times as fast. `source`: its name among the document's sources, "" where it
+    has none."""
 
     name: str
     words: str
@@ -46,7 +48,10 @@ def _matmul(document: dict, factor: float) -> None:
 
 def _attention(document: dict, factor: float) -> None:
     device = document["device"]
-    device.setdefault("attention", copy.deepcopy([{k: v for k, v in rate.items() if k != "shapes"} for rate in device.get("matmul", [])]))
+    device.setdefault(
+        "attention",
+        copy.deepcopy([{k: v for k, v in rate.items() if k != "shapes"} for rate in device.get("matmul", [])]),
+    )
     for rate in (*device["attention"], *device.get("attention_backward", [])):
         _times(rate, "flops_per_second", factor)
 
@@ -61,7 +66,8 @@ def _host(document: dict, factor: float) -> None:
 
 
 def _optimizer(document: dict, factor: float) -> None:
-    """Where the document has none of its own, an operator of the optimizer takes what every other one takes."""
+    """Scales the issue of the optimizer's operators. A document without that figure starts from that of all
+    operators."""
     host = document.get("host", {})
     if factor != 1 and "operator_issue_ns" in host:
         host["optimizer_issue_ns"] = host.get("optimizer_issue_ns") or host["operator_issue_ns"]
@@ -70,7 +76,9 @@ def _optimizer(document: dict, factor: float) -> None:
 
 def _spread(document: dict, factor: float) -> None:
     device = document["device"]
-    device["spread_ppm"] = min(MILLION // 10, max(0, round(device.get("spread_ppm", 0) + _USUAL_SPREAD * (1 / factor - 1))))
+    device["spread_ppm"] = min(
+        MILLION // 10, max(0, round(device.get("spread_ppm", 0) + _USUAL_SPREAD * (1 / factor - 1)))
+    )
     if not device["spread_ppm"]:
         del device["spread_ppm"]
 
@@ -90,7 +98,7 @@ def _inner_link(document: dict, factor: float) -> None:
 
 
 def _latency(document: dict, factor: float) -> None:
-    """What a collective takes however small it is: of a table the duration of the smallest."""
+    """Scales the latency, which a collective takes at any size. In a table it is the duration of the smallest size."""
     inner = document.get("links", [])[:1]
     for link in inner:
         for field in ("latency_ns", "base_latency_ns"):
@@ -115,8 +123,13 @@ FIGURES = {
         Figure("memory", "kernels that are bound by device memory", "memory", _memory),
         Figure("host", "what the host takes to issue work", "host", _host),
         Figure("optimizer", "what the host takes for an operator of the optimizer", "host", _optimizer),
-        Figure("spread", "how far devices of a kind differ, the slowest of which a step waits for", "", _spread, "wider", "narrower"),
-        Figure("inner_link", "the link inside a node: its rate, and the tables measured over it", "inner_link", _inner_link),
+        Figure(
+            "spread", "how far devices of a kind differ, the slowest of which a step waits for", "", _spread, "wider",
+            "narrower",
+        ),
+        Figure(
+            "inner_link", "the link inside a node: its rate, and the tables measured over it", "inner_link", _inner_link
+        ),
         Figure("latency", "what a collective inside a node takes however small it is", "inner_link", _latency),
         Figure("network", "the link between nodes", "network", _network),
     )
@@ -135,7 +148,8 @@ def named(text: str, most: int) -> list[str]:
 
 
 def scaled(document: dict, factors: dict[str, float]) -> dict:
-    """The document with these figures so many times as fast. In FIGURES' order: an optimizer without a time of its own begins with the host's."""
+    """The document with these figures so many times as fast. In FIGURES' order: an optimizer without a time of its own
+    begins with the host's."""
     made = copy.deepcopy(document)
     for name, figure in FIGURES.items():
         if name in factors:

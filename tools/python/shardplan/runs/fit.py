@@ -5,11 +5,12 @@
 
     sum over rows of huber((log measured - log predicted) / SCATTER)  +  sum over figures of (log factor / HELD)^2 / 2
 
-Huber's function keeps one odd run from moving the figures. HELD moves a figure that the rows tell by next to nothing, and keeps one that they
-do not tell where it was. Gauss-Newton steps with differences of the simulator itself; nothing is drawn by chance.
+Huber's function keeps one odd run from moving the figures. HELD moves a figure that the rows tell by next to nothing,
+and keeps one that they do not tell where it was. Gauss-Newton steps with differences of the simulator itself; nothing
+is drawn by chance.
 
-[Note: which rows] The rows are chosen by what the simulator says that they tell (greedily the largest determinant of the information matrix,
-D-optimality), before anything measured is looked at.
+[Note: which rows] The rows are chosen by what the simulator says that they tell (greedily the largest determinant of
+the information matrix, D-optimality), before anything measured is looked at.
 """
 
 from __future__ import annotations
@@ -72,10 +73,14 @@ def fit(document: dict, names: list[str], rows: list[int], measured: list[float]
     figures = []
     for i, name in enumerate(names):
         spread = wider * math.sqrt(solved(information, [float(i == j) for j in range(len(names))])[i])
-        without = predict(scaled(document, _factors(names, [0.0 if i == j else value for j, value in enumerate(logs)])), rows)
+        without = predict(
+            scaled(document, _factors(names, [0.0 if i == j else value for j, value in enumerate(logs)])), rows
+        )
         moves = sum(p - q for p, q in zip(now, without, strict=True)) / len(rows)
         told = spread < _TOLD * HELD
-        figures.append(FittedFigure(name, math.exp(logs[i]), math.exp(logs[i] - spread), math.exp(logs[i] + spread), told, moves))
+        figures.append(
+            FittedFigure(name, math.exp(logs[i]), math.exp(logs[i] - spread), math.exp(logs[i] + spread), told, moves)
+        )
     return Fit(figures, made, rows)
 
 
@@ -103,13 +108,20 @@ def _factors(names: list[str], logs: list[float]) -> dict[str, float]:
     return {name: math.exp(value) for name, value in zip(names, logs, strict=True)}
 
 
-def _slopes(document: dict, names: list[str], logs: list[float], rows: list[int], predict: Predict) -> tuple[list[float], list[list[float]]]:
-    """What is predicted, and how it changes with each figure's logarithm: a list for each row."""
+def _slopes(
+    document: dict, names: list[str], logs: list[float], rows: list[int], predict: Predict
+) -> tuple[list[float], list[list[float]]]:
+    """The predictions, and for each row a list of their derivatives by each figure's logarithm."""
     now = predict(scaled(document, _factors(names, logs)), rows)
     columns = []
     for i in range(len(names)):
         moved = [value + (_DIFFERENCE if i == j else 0) for j, value in enumerate(logs)]
-        columns.append([(p - q) / _DIFFERENCE for p, q in zip(predict(scaled(document, _factors(names, moved)), rows), now, strict=True)])
+        columns.append(
+            [
+                (p - q) / _DIFFERENCE
+                for p, q in zip(predict(scaled(document, _factors(names, moved)), rows), now, strict=True)
+            ]
+        )
     return now, [list(row) for row in zip(*columns, strict=True)]
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """MPT, the GPT-like models of MosaicML's llm-foundry, as its benchmarks trained them in 2023 and 2024.
 
-Pre-norm blocks without biases, LayerNorm in the low precision, one product for queries, keys and values, causal flash attention, an MLP of four
-times the width with exact GELU, learned positions, the head tied to the embedding. The loss is flash-attn's fused cross entropy.
+Blocks are pre-norm, without biases: LayerNorm in the low precision, one product for queries, keys and values, causal
+flash attention, an MLP of four times the width with exact GELU. Positions are learned; the head is tied to the
+embedding. The loss is flash-attn's fused cross entropy.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class MPT(nn.Module):
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """Reads the logits once and writes a loss each; the backward writes gradients over the logits (flash_attn.losses.cross_entropy)."""
+    """Reads the logits once and writes a loss each; the backward writes gradients over the logits
+    (flash_attn.losses.cross_entropy)."""
 
     @staticmethod
     def forward(context, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

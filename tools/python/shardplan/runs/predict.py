@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the simulator says of a run: its model traced, planned and simulated on a cluster.
+"""Simulation of a run: its model is traced, planned and simulated on a cluster.
 
-[Note: few layers] A model whose builder reads `n_layers` is a stack of equal blocks. A step is then linear in the number of blocks once the
-pipeline of gathers and reductions is full, so two short stacks say what a long one takes.
+[Note: few layers] A model whose builder reads `n_layers` is a stack of equal blocks. A step is then linear in the
+number of blocks once the pipeline of gathers and reductions is full, so two short stacks say what a long one takes.
 
     step(n) = step(short) + (n - short) x (step(long) - step(short)) / (long - short)
 """
@@ -24,14 +24,19 @@ from shardplan.runs.table import Asked, BadTable, Run
 # Blocks of the two stacks that stand for a longer one.
 SHORT, LONG = 4, 8
 _LAYERS = "n_layers"
-# What `shardplan plan` is told where the builder has no attribute `plan_flags`: FSDP1 in mixed precision, as Composer sets it up.
-PLAN_FLAGS = ("--policy", "fsdp1", "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "--backward-prefetch", "post", "--limit-all-gathers", "true", "--optimizer", "adamw")
+# Flags of `shardplan plan` for a builder without an attribute `plan_flags`: FSDP1 in mixed precision, as Composer sets
+# it up.
+PLAN_FLAGS = (
+    "--policy", "fsdp1", "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "--backward-prefetch", "post",
+    "--limit-all-gathers", "true", "--optimizer", "adamw",
+)
 _OF_FSDP2 = {"full_shard": "true", "shard_grad_op": "false", "no_shard": "false"}
 
 
 @dataclass
 class Stack:
-    """A trace: how many of the model's blocks it has (None: the builder does not ask), the rule that names them, its parameters."""
+    """A trace: how many of the model's blocks it has (None: the builder does not ask), the rule that names them, its
+    parameters."""
 
     path: str
     layers: int | None
@@ -41,7 +46,7 @@ class Stack:
 
 @dataclass
 class Model:
-    """What is simulated for a run: one trace of the whole model, or two of short stacks."""
+    """The traces that are simulated for a run: one of the whole model, or two of short stacks."""
 
     stacks: list[Stack]
     layers: int | None
@@ -72,7 +77,9 @@ class Traces:
     def plan_flags(self) -> list[str]:
         flags = getattr(self.builder(), "plan_flags", PLAN_FLAGS)
         if not isinstance(flags, (list, tuple)) or not all(isinstance(flag, str) for flag in flags):
-            raise BadTable(f"--builder: plan_flags of {self.source} is no list of arguments (found {flags!r}, expected strings)")
+            raise BadTable(
+                f"--builder: plan_flags of {self.source} is no list of arguments (found {flags!r}, expected strings)"
+            )
         return list(flags)
 
     def model(self, run: Run) -> Model:
@@ -84,7 +91,11 @@ class Traces:
         if short.layers is None:
             return Model([short], None, short.parameters)
         long = self._stack(run, run.cells | {_LAYERS: LONG})
-        return Model([short, long], layers, short.parameters + (layers - SHORT) * (long.parameters - short.parameters) // (LONG - SHORT))
+        return Model(
+            [short, long],
+            layers,
+            short.parameters + (layers - SHORT) * (long.parameters - short.parameters) // (LONG - SHORT),
+        )
 
     def _stack(self, run: Run, cells: dict[str, object]) -> Stack:
         for answers, stack in self.made:
@@ -94,7 +105,9 @@ class Traces:
         from shardplan.tracer.errors import TracerError
 
         builder, asked = self.builder(), Asked(cells)
-        options = session.Options(batch=cells["micro_batch"], seq=cells["sequence"], dtype="bfloat16", param_dtype="float32")
+        options = session.Options(
+            batch=cells["micro_batch"], seq=cells["sequence"], dtype="bfloat16", param_dtype="float32"
+        )
         try:
             trace = session.trace_callable(lambda: builder(asked), self.source, options)
         except TracerError as error:
@@ -105,7 +118,12 @@ class Traces:
         # The tracer itself makes the input of that shape.
         answers = {"sequence": cells["sequence"], "micro_batch": cells["micro_batch"]} | asked.answers
         blocks = getattr(builder, "blocks", None) or _blocks([module["fqn"] for module in trace["modules"]])
-        stack = Stack(str(path), cells[_LAYERS] if _LAYERS in asked.answers else None, blocks, sum(math.prod(parameter["shape"]) for parameter in trace["parameters"]))
+        stack = Stack(
+            str(path),
+            cells[_LAYERS] if _LAYERS in asked.answers else None,
+            blocks,
+            sum(math.prod(parameter["shape"]) for parameter in trace["parameters"]),
+        )
         self.made.append((answers, stack))
         return stack
 
@@ -162,14 +180,20 @@ class Simulator:
         if question not in self._known:
             answer = self._answer(list(question))
             if "error" in answer:
-                raise run.wrong("the run cannot be planned and simulated", " ".join(str(answer["error"]).split())[:400], "a run that `shardplan plan` plans")
+                raise run.wrong(
+                    "the run cannot be planned and simulated",
+                    " ".join(str(answer["error"]).split())[:400],
+                    "a run that `shardplan plan` plans",
+                )
             self._known[question] = float(answer["step_ns"])
         return self._known[question]
 
     def _answer(self, question: list[str] | dict) -> dict:
         try:
             if self._process is None:
-                self._process = subprocess.Popen([self._program, "evaluate"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                self._process = subprocess.Popen(
+                    [self._program, "evaluate"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
@@ -181,7 +205,7 @@ class Simulator:
 
 
 def _flags(run: Run, stack: Stack, others: list[str]) -> list[str]:
-    """What the row says of the plan, and the others."""
+    """Flags that the row gives for the plan, and the others."""
     cells = run.cells
     flags = ["--ranks", str(cells["gpus"]), "--accumulate", str(cells["micro_batches"])]
     if "fsdp1" in others:

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a rank and step."""
+        """Tokens of one rank in one step."""
         return self.cells["sequence"] * self.cells["micro_batch"] * self.cells["micro_batches"]
 
     def wrong(self, what: str, found: object, expected: str) -> BadTable:
@@ -76,7 +76,9 @@ def read(path: str) -> list[Run]:
     try:
         text = files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise BadTable(f"{path}: cannot be read: {error.strerror if isinstance(error, OSError) else 'it is no UTF-8'}") from error
+        raise BadTable(
+            f"{path}: cannot be read: {error.strerror if isinstance(error, OSError) else 'it is no UTF-8'}"
+        ) from error
     reader = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True)
     names: list[str] = []
     runs = []
@@ -91,16 +93,30 @@ def read(path: str) -> list[Run]:
                 continue
             runs.append(_run(path, reader.line_num, names, values))
     except csv.Error as error:
-        raise wrong(path, reader.line_num, "the line is no comma-separated values", error, "cells separated by commas") from error
+        raise wrong(
+            path, reader.line_num, "the line is no comma-separated values", error, "cells separated by commas"
+        ) from error
     if not runs:
-        raise wrong(path, max(1, reader.line_num), "the table has no rows" if names else "the table is empty", "none", "a line that names the columns, and a row or more")
+        raise wrong(
+            path,
+            max(1, reader.line_num),
+            "the table has no rows" if names else "the table is empty",
+            "none",
+            "a line that names the columns, and a row or more",
+        )
     return runs
 
 
 def _check_head(path: str, line: int, names: list[str]) -> None:
     for column in COLUMNS:
         if names.count(column) != 1:
-            raise wrong(path, line, f"column {column} is {'missing' if column not in names else 'there twice'}", ",".join(names), ",".join(COLUMNS))
+            raise wrong(
+                path,
+                line,
+                f"column {column} is {'missing' if column not in names else 'there twice'}",
+                ",".join(names),
+                ",".join(COLUMNS),
+            )
     for name in names:
         if names.count(name) != 1:
             raise wrong(path, line, f"column {name} is there twice", ",".join(names), "each column once")
@@ -108,7 +124,9 @@ def _check_head(path: str, line: int, names: list[str]) -> None:
 
 def _run(path: str, line: int, names: list[str], values: list[str]) -> Run:
     if len(values) != len(names):
-        raise wrong(path, line, "the row has another number of cells than there are columns", len(values), str(len(names)))
+        raise wrong(
+            path, line, "the row has another number of cells than there are columns", len(values), str(len(names))
+        )
     run = Run(path, line, {name: _value(text) for name, text in zip(names, values, strict=True)})
     cells, texts = run.cells, dict(zip(names, values, strict=True))
     for column in _COUNTS:
@@ -116,7 +134,9 @@ def _run(path: str, line: int, names: list[str], values: list[str]) -> Run:
             raise run.wrong(f"{column} is not a number", texts[column], f"an integer from 1 to {_MOST[column]}")
     measured = cells["tokens_per_second_per_gpu"]
     if type(measured) not in (int, float) or not 0 < measured < 1e12:
-        raise run.wrong("tokens_per_second_per_gpu is not a number", texts["tokens_per_second_per_gpu"], "a number above 0")
+        raise run.wrong(
+            "tokens_per_second_per_gpu is not a number", texts["tokens_per_second_per_gpu"], "a number above 0"
+        )
     if not texts["gpu"]:
         raise run.wrong("gpu is empty", "nothing", "a name")
     cells["gpu"] = texts["gpu"]

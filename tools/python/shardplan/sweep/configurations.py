@@ -27,7 +27,7 @@ class Configuration:
         return Configuration(tuple((name, str(value) if name == axis else old) for name, old in self.values))
 
     def plan_flags(self) -> list[str]:
-        """Those of `shardplan plan` that axes stand for."""
+        """Flags of `shardplan plan` that the axes stand for."""
         flags = []
         for axis, value in self.values:
             if axis in ("source", "batch", "seq") or value in ("", ABSENT):
@@ -53,7 +53,8 @@ def part_of(configurations: list[Configuration], text: str) -> list[Configuratio
 
 
 def groups_of(configurations: list[Configuration], workers: int) -> list[list[Configuration]]:
-    """What one process takes at a time: those that share a trace and a plan side by side, small enough for all workers to be busy."""
+    """Groups that one process takes at a time: configurations that share a trace and a plan side by side, few enough
+    for all workers to be busy."""
     if not configurations:
         return []
     axes = [axis for axis, _ in configurations[0].values]
@@ -65,7 +66,10 @@ def groups_of(configurations: list[Configuration], workers: int) -> list[list[Co
         """The place of the first that is like it up to the last axes, then up to the last but one, ..."""
         values = dict(configuration.values)
         prefixes = [tuple(values[axis] for axis in axes if axis not in last[place:]) for place in range(len(last))]
-        return [*(first_of.setdefault((place, prefix), order[configuration]) for place, prefix in enumerate(prefixes)), order[configuration]]
+        return [
+            *(first_of.setdefault((place, prefix), order[configuration]) for place, prefix in enumerate(prefixes)),
+            order[configuration],
+        ]
 
     size = max(1, min(_MOST_AT_ONCE, len(configurations) // (8 * workers)))
     together = sorted(configurations, key=key)

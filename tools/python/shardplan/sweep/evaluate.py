@@ -21,7 +21,8 @@ _GIB = 1 << 30
 
 
 class Evaluator:
-    """Asks `shardplan evaluate`, a process for each thread. A trace is made once for each source, batch and sequence."""
+    """Asks `shardplan evaluate`, a process for each thread. A trace is made once for each source, batch and
+    sequence."""
 
     def __init__(self, program: str, folder: str, trace_flags: list[str], plan_flags: list[str], budget: str | None):
         self._program, self._folder = program, Path(folder)
@@ -34,7 +35,9 @@ class Evaluator:
 
     def __call__(self, configuration: Configuration) -> dict[str, object]:
         try:
-            answer = self._ask([*self._trace(configuration), *configuration.plan_flags(), *self._plan_flags, *self._budget])
+            answer = self._ask(
+                [*self._trace(configuration), *configuration.plan_flags(), *self._plan_flags, *self._budget]
+            )
         except _Failed as error:
             return {"error": str(error)}
         return {"error": " ".join(answer["error"].split())[:600]} if "error" in answer else self._results(answer)
@@ -48,7 +51,13 @@ class Evaluator:
     def _ask(self, question: list[str]) -> dict:
         process = getattr(self._own, "process", None)
         if process is None:
-            process = self._own.process = subprocess.Popen([self._program, "evaluate"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            process = self._own.process = subprocess.Popen(
+                [self._program, "evaluate"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             with self._guard:
                 self._started.append(process)
         try:
@@ -80,15 +89,24 @@ class Evaluator:
         }
 
     def _trace(self, configuration: Configuration) -> list[str]:
-        """What `shardplan plan` is told of it."""
+        """Arguments of `shardplan plan` for its trace."""
         source = configuration["source"]
         if _is_name(source):
             if configuration.get("batch") not in ("", "1") or self._trace_flags:
-                raise _Failed(f"the traces of {source} that are shipped have one sample a step, and no flags; trace its config")
+                raise _Failed(
+                    f"the traces of {source} that are shipped have one sample a step, and no flags; trace its config"
+                )
             return [source, *(["--seq", configuration["seq"]] if configuration.get("seq") else [])]
-        if not configuration.get("batch") and not configuration.get("seq") and source.endswith((".json", ".json.gz")) and _is_trace(source):
+        if (
+            not configuration.get("batch")
+            and not configuration.get("seq")
+            and source.endswith((".json", ".json.gz"))
+            and _is_trace(source)
+        ):
             return [source]
-        shape = [flag for axis in ("batch", "seq") if configuration.get(axis) for flag in (f"--{axis}", configuration[axis])]
+        shape = [
+            flag for axis in ("batch", "seq") if configuration.get(axis) for flag in (f"--{axis}", configuration[axis])
+        ]
         name = hashlib.sha256(repr((source, shape, self._trace_flags)).encode()).hexdigest()[:20]
         path = self._folder / f"{name}.trace.json"
         with self._guard:

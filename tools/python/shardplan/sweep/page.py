@@ -12,12 +12,16 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _MARGIN = 640, 360, 70, 46, 16
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; color: #222; }
 svg { display: block; margin: 0.5em 0 1.5em; } text { font-size: 11px; fill: #555; }
-.point { fill: #9ab; } .front { fill: #24a; } .out { fill: none; stroke: #b99; } .best { fill: none; stroke: #c30; stroke-width: 2.5; }
-.line { fill: none; stroke: #24a; stroke-opacity: 0.5; } .axis { stroke: #999; } .budget { stroke: #c30; stroke-dasharray: 4 3; }
-table { border-collapse: collapse; font-size: 12px; } td, th { padding: 2px 8px; text-align: right; border-bottom: 1px solid #ddd; }
+.point { fill: #9ab; } .front { fill: #24a; } .out { fill: none; stroke: #b99; } .best { fill: none; stroke: #c30; \
+stroke-width: 2.5; }
+.line { fill: none; stroke: #24a; stroke-opacity: 0.5; } .axis { stroke: #999; } .budget { stroke: #c30; \
+stroke-dasharray: 4 3; }
+table { border-collapse: collapse; font-size: 12px; } td, th { padding: 2px 8px; text-align: right; border-bottom: \
+1px solid #ddd; }
 th { cursor: default; background: #f4f4f4; } tr.best td { background: #fde8e0; }
 @media (prefers-color-scheme: dark) {
-  body { background: #14171c; color: #e6e9ef; } text { fill: #98a2b3; } .point { fill: #66788f; } .front { fill: #7aa5f0; } .line { stroke: #7aa5f0; }
+  body { background: #14171c; color: #e6e9ef; } text { fill: #98a2b3; } .point { fill: #66788f; } .front { fill: \
+#7aa5f0; } .line { stroke: #7aa5f0; }
   .out { stroke: #a08080; } .best { stroke: #ef7b72; } .axis { stroke: #5d6675; } .budget { stroke: #ef7b72; }
   td, th { border-color: #2d333d; } th { background: #252a33; } tr.best td { background: #4a2a24; }
 }
@@ -25,7 +29,8 @@ th { cursor: default; background: #f4f4f4; } tr.best td { background: #fde8e0; }
 
 
 def front(points: list[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other is at least as small as in both figures and smaller in one, from left to right; of equal ones the first."""
+    """Indices of the points that no other is at least as small as in both figures and smaller in one, from left to
+    right; of equal ones the first."""
     order = sorted(range(len(points)), key=lambda i: (points[i], i))
     kept, least = [], math.inf
     for i in order:
@@ -36,7 +41,7 @@ def front(points: list[tuple[float, float]]) -> list[int]:
 
 
 def gpu_seconds(row: dict[str, str]) -> float:
-    """Of a million tokens: what they cost, whatever an hour of a device does."""
+    """GPU seconds of a million tokens: a cost that needs no price of an hour."""
     rate = float(row["tokens_per_second_per_rank"] or 0)
     return 1e6 / rate if rate > 0 else math.inf
 
@@ -57,36 +62,60 @@ def page(rows: list[dict[str, str]], axes: list[str], price: float | None) -> st
     shown = [axis for axis in axes if len({row[axis] for row in rows}) > 1] or axes
     names = [", ".join(f"{axis} {row[axis]}" for axis in shown) for row in done]
     parts = [
-        f"<!doctype html><html><head><meta charset='utf-8'><title>shardplan sweep</title><style>{_STYLE}</style></head><body>",
+        "<!doctype html><html><head><meta charset='utf-8'><title>shardplan "
+        f"sweep</title><style>{_STYLE}</style></head><body>",
         f"<h1>{len(rows)} configurations</h1>",
-        f"<p>{sum(row['fits'] == 'yes' for row in done)} fit; {len(rows) - len(done)} were refused. Filled dark: no other needs less of both. Hollow: does not fit. Ringed: the most tokens per second that fits.</p>",
-        "<h2>Memory against time</h2>", _plot(done, [float(row["step_ms"]) for row in done], needed, "step, ms", "memory needed, GiB", names, best),
-        "<h2>Memory against cost</h2>", _plot(done, cost, needed, unit, "memory needed, GiB", names, best),
-        _table(rows, axes, best), "</body></html>\n",
-    ]  # fmt: skip
+        f"<p>{sum(row['fits'] == 'yes' for row in done)} fit; {len(rows) - len(done)} were refused. Filled dark: no "
+        "other needs less of both. Hollow: does not fit. Ringed: the most tokens per second that fits.</p>",
+        "<h2>Memory against time</h2>",
+        _plot(done, [float(row["step_ms"]) for row in done], needed, "step, ms", "memory needed, GiB", names, best),
+        "<h2>Memory against cost</h2>",
+        _plot(done, cost, needed, unit, "memory needed, GiB", names, best),
+        _table(rows, axes, best),
+        "</body></html>\n",
+    ]
     return "\n".join(parts)
 
 
-def _plot(rows: list[dict[str, str]], xs: list[float], ys: list[float], x_words: str, y_words: str, names: list[str], best: dict[str, str] | None) -> str:
+def _plot(
+    rows: list[dict[str, str]],
+    xs: list[float],
+    ys: list[float],
+    x_words: str,
+    y_words: str,
+    names: list[str],
+    best: dict[str, str] | None,
+) -> str:
     finite = [i for i, x in enumerate(xs) if math.isfinite(x)]
     if not finite:
         return "<p>nothing to show</p>"
     x_of = _scale([xs[i] for i in finite], _LEFT, _WIDTH - _MARGIN)
     y_of = _scale([ys[i] for i in finite], _HEIGHT - _BOTTOM, _MARGIN)
     best_points = {finite[k] for k in front([(xs[i], ys[i]) for i in finite])}
-    lines = [f"<svg width='{_WIDTH}' height='{_HEIGHT}' role='img'>", f"<path class='axis' fill='none' d='M{_LEFT} {_MARGIN}V{_HEIGHT - _BOTTOM}H{_WIDTH - _MARGIN}'/>"]
+    lines = [
+        f"<svg width='{_WIDTH}' height='{_HEIGHT}' role='img'>",
+        f"<path class='axis' fill='none' d='M{_LEFT} {_MARGIN}V{_HEIGHT - _BOTTOM}H{_WIDTH - _MARGIN}'/>",
+    ]
     for place in range(5):
         x, y = (low + (high - low) * place / 4 for low, high in ((x_of.low, x_of.high), (y_of.low, y_of.high)))
         lines.append(f"<text x='{x_of(x):.1f}' y='{_HEIGHT - _BOTTOM + 16}' text-anchor='middle'>{x:.4g}</text>")
         lines.append(f"<text x='{_LEFT - 6}' y='{y_of(y) + 4:.1f}' text-anchor='end'>{y:.4g}</text>")
-    lines.append(f"<text x='{(_LEFT + _WIDTH) / 2:.0f}' y='{_HEIGHT - 8}' text-anchor='middle'>{html.escape(x_words)}</text>")
-    lines.append(f"<text transform='translate(14 {_HEIGHT / 2:.0f}) rotate(-90)' text-anchor='middle'>{html.escape(y_words)}</text>")
+    lines.append(
+        f"<text x='{(_LEFT + _WIDTH) / 2:.0f}' y='{_HEIGHT - 8}' text-anchor='middle'>{html.escape(x_words)}</text>"
+    )
+    lines.append(
+        f"<text transform='translate(14 {_HEIGHT / 2:.0f}) rotate(-90)' "
+        f"text-anchor='middle'>{html.escape(y_words)}</text>"
+    )
     along = sorted(best_points, key=lambda i: xs[i])
     lines.append("<path class='line' d='M" + "L".join(f"{x_of(xs[i]):.1f} {y_of(ys[i]):.1f}" for i in along) + "'/>")
     for i in finite:
         kind = "out" if rows[i]["fits"] != "yes" else "front" if i in best_points else "point"
         words = html.escape(printable_name(f"{names[i]}: {x_words} {xs[i]:.4g}, {y_words} {ys[i]:.4g}"), quote=True)
-        lines.append(f"<circle class='{kind}' cx='{x_of(xs[i]):.1f}' cy='{y_of(ys[i]):.1f}' r='4'><title>{words}</title></circle>")
+        lines.append(
+            f"<circle class='{kind}' cx='{x_of(xs[i]):.1f}' cy='{y_of(ys[i]):.1f}' "
+            f"r='4'><title>{words}</title></circle>"
+        )
         if rows[i] is best:
             lines.append(f"<circle class='best' cx='{x_of(xs[i]):.1f}' cy='{y_of(ys[i]):.1f}' r='8'/>")
     return "\n".join([*lines, "</svg>"])

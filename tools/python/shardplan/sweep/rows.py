@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep has done: rows of a CSV file, each whole or not there."""
+"""Results of a sweep: rows of a CSV file, each whole or not there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from shardplan import files
 from shardplan.sweep.configurations import Configuration
 
 RESULTS = (
-    "step_ms", "tokens_per_second", "tokens_per_second_per_rank", "utilization_percent", "exposed_ms", "peak_gib", "reserved_gib", "needed_gib", "cache_releases", "fits", "error",
-)  # fmt: skip
+    "step_ms", "tokens_per_second", "tokens_per_second_per_rank", "utilization_percent", "exposed_ms", "peak_gib",
+    "reserved_gib", "needed_gib", "cache_releases", "fits", "error",
+)
 
 
 class BadRows(Exception):
@@ -35,14 +36,17 @@ class Rows:
             self._append([self.columns])
         elif found[0] != self.columns:
             self._log.close()
-            raise BadRows(f"{path}: the rows are of another sweep (found {','.join(found[0])[:200]}, expected {','.join(self.columns)})")
+            raise BadRows(
+                f"{path}: the rows are of another sweep (found {','.join(found[0])[:200]}, expected "
+                f"{','.join(self.columns)})"
+            )
         for row in found[1:]:
             if len(row) == len(self.columns):
                 values = dict(zip(self.columns, row, strict=True))
                 self.done[Configuration(tuple((axis, values[axis]) for axis in self.axes))] = values
 
     def add(self, rows: list[tuple[Configuration, dict[str, object]]]) -> None:
-        """Those that are done, together: each time is a write to the disk."""
+        """Adds finished rows together: each call is a write to the disk."""
         cells = []
         for configuration, results in rows:
             if configuration in self.done:
@@ -60,7 +64,8 @@ class Rows:
         self._log.append(_text(rows))
 
     def close(self, ordered: list[Configuration]) -> None:
-        """At the end of a sweep. `ordered`: all that is done; the file gets that order, whichever came to an end first."""
+        """At the end of a sweep. `ordered`: all that is done; the file gets that order, whichever came to an end
+        first."""
         moved = ordered != list(self.done)
         self.done = {configuration: self.done[configuration] for configuration in ordered}
         self._log.end(_text([self.columns, *map(self._cells, ordered)]) if moved else None)
@@ -78,7 +83,10 @@ def merged(paths: list[str]) -> str:
     for path in paths:
         found = _cells(path)
         if not found or found[0][-len(RESULTS) :] != list(RESULTS) or columns not in (None, found[0]):
-            raise BadRows(f"{path}: the rows are of another sweep (found {','.join(found[0])[:200] if found else 'nothing'}, expected {','.join(columns or RESULTS)} at the end)")
+            raise BadRows(
+                f"{path}: the rows are of another sweep (found {','.join(found[0])[:200] if found else 'nothing'}, "
+                f"expected {','.join(columns or RESULTS)} at the end)"
+            )
         columns = found[0]
         axes = len(columns) - len(RESULTS)
         for row in found[1:]:

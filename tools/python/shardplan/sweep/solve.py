@@ -7,17 +7,25 @@ from collections.abc import Callable
 
 from shardplan.sweep.configurations import Configuration
 
-# What is solved for: axis, whether more of it needs more memory, and the step that values are multiples of.
+# Questions: the axis, whether more of it needs more memory, and the step that values are multiples of.
 QUESTIONS = {"max-batch": ("batch", True, 1), "max-seq": ("seq", True, 128), "min-ranks": ("ranks", False, 1)}
 _MOST = 1 << 24
 _FEW_RANKS = 8  # below, what one more doubling gives says nothing of the next
 
 
-def solve(question: str, base: Configuration, evaluate: Callable[[Configuration], dict], releases: bool = False, most: int = _MOST) -> tuple[Configuration | None, dict]:
-    """The configuration and its results; None with the results of the smallest (for ranks: the most that was tried) where none fits, and why ("why").
+def solve(
+    question: str,
+    base: Configuration,
+    evaluate: Callable[[Configuration], dict],
+    releases: bool = False,
+    most: int = _MOST,
+) -> tuple[Configuration | None, dict]:
+    """The configuration and its results; None with the results of the smallest (for ranks: the most that was tried)
+    where none fits, and why ("why").
 
-    What releases the allocator's cache fits where `releases` says so. Memory grows with batch and sequence, so doubling finds a value that does not fit and bisection the border. It falls with ranks, but not
-    where they do not divide what is sharded evenly: the answer is the border of the bisection, with all numbers above it by doubling."""
+    A plan that releases the allocator's cache fits only if `releases` is set. Memory grows with batch and sequence, so
+    doubling finds a value that does not fit and bisection the border. It falls with ranks, but not where they do not
+    divide what is sharded evenly: the answer is the border of the bisection, with all numbers above it by doubling."""
     axis, grows, step = QUESTIONS[question]
     known: dict[int, dict] = {}
 
@@ -38,7 +46,9 @@ def solve(question: str, base: Configuration, evaluate: Callable[[Configuration]
     return base.replace(axis, low * step), known[low]
 
 
-def _least(axis: str, step: int, base: Configuration, fits: Callable[[int], bool], known: dict[int, dict], most: int) -> tuple[Configuration | None, dict]:
+def _least(
+    axis: str, step: int, base: Configuration, fits: Callable[[int], bool], known: dict[int, dict], most: int
+) -> tuple[Configuration | None, dict]:
     high = 1
     while not fits(high):
         if why := _why_more_do_not_help(high, known):
@@ -51,7 +61,8 @@ def _least(axis: str, step: int, base: Configuration, fits: Callable[[int], bool
 
 
 def _why_more_do_not_help(ranks: int, known: dict[int, dict]) -> str:
-    """"": they may. Each doubling gives half of what the last one gave, so all that follow give as much as it did; twice that has to be enough."""
+    """"": they may. Each doubling gives half of what the last one gave, so all that follow give as much as it did;
+    twice that has to be enough."""
     row, half = known[ranks], known.get(ranks // 2, {})
     if why := row.get("why"):
         return why
@@ -61,7 +72,10 @@ def _why_more_do_not_help(ranks: int, known: dict[int, dict]) -> str:
     now, before = float(row["reserved_gib"]), float(half["reserved_gib"])
     if now - 2 * (before - now) <= budget:
         return ""
-    return f"more ranks do not help: {ranks // 2} reserve {before:.3f} GiB each, {ranks} {now:.3f} GiB, of {budget:.3f} GiB"
+    return (
+        f"more ranks do not help: {ranks // 2} reserve {before:.3f} GiB each, {ranks} {now:.3f} GiB, of {budget:.3f} "
+        "GiB"
+    )
 
 
 def _border(low: int, high: int, holds: Callable[[int], bool]) -> tuple[int, int]:

@@ -12,19 +12,30 @@
         optimizer.zero_grad()
 """
 
-from ._torch_there import check
+from shardplan.installing import why_no_torch
 
-check()  # before anything asks for it
+if problem := why_no_torch():  # before anything asks for it
+    raise ImportError(f"shardplan.torch: {problem}")
 
-from ._apply import apply, load_plan
-from ._auto import auto
-from ._calls import GradientReduction, finalize_backward, reshard, set_all_reduce_hook, set_custom_all_gather, set_custom_reduce_scatter, unshard
-from ._clip import clip_grad_norm_
-from ._errors import PlanError
-from ._flat_state_dict import state_dict_type
-from ._forecast import Forecast, forecast
-from ._forward_method import register_forward_method
-from ._optim_state import (
+from ._api.apply import apply, remove
+from ._api.auto import auto
+from ._calls.calls import (
+    GradientReduction,
+    abandon_step,
+    finalize_backward,
+    no_sync,
+    reshard,
+    set_all_reduce_hook,
+    set_custom_all_gather,
+    set_custom_reduce_scatter,
+    set_is_last_backward,
+    set_requires_gradient_sync,
+    unshard,
+)
+from ._calls.clip import clip_grad_norm_
+from ._calls.summon import summon_full_params
+from ._checkpoints.flat_state_dict import state_dict_type
+from ._checkpoints.optim_state import (
     OptimStateKeyType,
     flatten_sharded_optim_state_dict,
     full_optim_state_dict,
@@ -35,13 +46,14 @@ from ._optim_state import (
     shard_full_optim_state_dict,
     sharded_optim_state_dict,
 )
-from ._profile import Profile, count_cpu_memory, profile
-from ._save import Saving, load, save
-from ._remove import remove
-from ._steer import abandon_step, no_sync, set_is_last_backward, set_requires_gradient_sync
-from ._stop import stop_on_signal
-from ._summon import summon_full_params
-from ._units import unit
+from ._checkpoints.save import Saving, load, save
+from ._job.arguments import PlanError
+from ._job.stop import stop_on_signal
+from ._model.forwards import register_forward_method
+from ._model.units import unit
+from ._plans.documents import load_plan
+from ._replay.memory import Forecast, forecast
+from ._replay.profile import Profile, count_cpu_memory, profile
 
 __all__ = [
     "Forecast",

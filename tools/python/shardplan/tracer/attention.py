@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """scaled_dot_product_attention as a CUDA device would run it.
 
-The choice among the fused kernels asks the driver for the device's properties; without a driver it falls to the unfused one. Here the
-rules are applied to fake tensors (aten/native/transformers/cuda/sdp_utils.cpp and attention.cpp of torch 2.11 are the reference), and
-the chosen kernel is called by its own name, so that autograd, memory and FLOPs are that kernel's. With "cpu" it is the kernel that CPU
-ranks have.
+The choice among the fused kernels asks the driver for the device's properties; without a driver it falls to the unfused
+one. Here the rules are applied to fake tensors (reference: aten/native/transformers/cuda/sdp_utils.cpp and
+attention.cpp of torch 2.11). The chosen kernel is called by its own name, so that autograd, memory and FLOPs are that
+kernel's. With "cpu" it is the kernel that CPU ranks have.
 
 Registered at the AutogradCUDA key: every way of calling the function comes here, and only for CUDA tensors.
 """
@@ -163,7 +163,9 @@ def _attend(order: str, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa):
         )[0]
     if kernel == "cpu":
         bias = _additive_on_cpu(mask, q.dtype)
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, dropout_p, is_causal, attn_mask=bias, scale=scale
+        )[0]
     bias = _additive(mask, q.dtype)
     return aten._scaled_dot_product_attention_math(
         q, k, v, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa

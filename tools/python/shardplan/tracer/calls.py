@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes of a recording in the order of their calls, and the backwards that a loss runs itself.
 
-Most losses return a number, and one backward follows. A loss may run backwards of its own: of the head on one chunk of the hidden states after the
-other, say. Each of them ends the forward that is under way and is a pass, and what follows it is a forward again.
+Most losses return a number, and one backward follows. A loss may run backwards of its own: of the head on one chunk of
+the hidden states after the other, say. Each of them ends the forward that is under way and is a pass, and what follows
+it is a forward again.
 """
 
 from __future__ import annotations
@@ -21,23 +22,33 @@ from shardplan.tracer.module_hooks import IDENTITY_NODE, ModuleHooks
 from shardplan.tracer.raising import Raised
 from shardplan.tracer.recorder import Recorder
 
-# Of torch.autograd. The last is what the others call: where a name for one of them was taken before, only that is seen, and the gradient of the loss is
-# made in front of the pass.
+# Functions of torch.autograd. The others call the last one. If somebody has taken a name for one of them before, only
+# the last is seen, and the gradient of the loss is made in front of the pass.
 _ENGINE = ("backward", "grad", "_engine_run_backward")
 _FORWARD_AT = {"grad_ready": 4, "inputs_done": 3}  # where an event says which forward it is of
 _OF_UNITS = (*_FORWARD_AT, "param_grad", "recompute_enter")
 
 
 class LossRunsBackwards(Exception):
-    """What the loss calls is no part of the model's forward: the recording begins again, with the loss apart."""
+    """The loss runs backwards of its own, which are no part of the model's forward: the recording begins again, with
+    the loss apart."""
 
 
 class Calls:
-    """forwards, backwards: the passes. order: ["forward", number] and ["backward", number], as they ran. regrouped: marks on inputs change how
-    gradients are summed somewhere."""
+    """forwards, backwards: the passes. order: ["forward", number] and ["backward", number], as they ran. regrouped:
+    marks on inputs change how gradients are summed somewhere."""
 
-    def __init__(self, module: nn.Module, recorder: Recorder, hooks: ModuleHooks, fqns: list[str], keep_nothing: bool, loss_apart: bool):
-        """keep_nothing: no backward can run. loss_apart: the loss runs backwards of its own, and is no part of the model's forward."""
+    def __init__(
+        self,
+        module: nn.Module,
+        recorder: Recorder,
+        hooks: ModuleHooks,
+        fqns: list[str],
+        keep_nothing: bool,
+        loss_apart: bool,
+    ):
+        """keep_nothing: no backward can run. loss_apart: the loss runs backwards of its own, and is no part of the
+        model's forward."""
         self._module, self._recorder, self._hooks, self._fqns = module, recorder, hooks, fqns
         self._keep_nothing, self._loss_apart = keep_nothing, loss_apart
         self.forwards: list[dict] = []
@@ -57,7 +68,9 @@ class Calls:
         flags: dict = {} if torch.is_grad_enabled() else {"grad_enabled": False}
         if abandoned:
             flags["abandoned"] = True
-        self.forwards.append({"name": f"f{len(self.forwards)}", **flags, "tensors": self._hooks.tensors, "events": events})
+        self.forwards.append(
+            {"name": f"f{len(self.forwards)}", **flags, "tensors": self._hooks.tensors, "events": events}
+        )
 
     def backward(self, outputs: list, run: Callable[[], object], forwards: list[int] | None = None) -> object:
         """Runs the backward of `outputs` as a pass. forwards: that it covers; None: those that it goes through."""
@@ -74,7 +87,9 @@ class Calls:
         phase, recorder.phase = recorder.phase, "backward"
         end = contextlib.nullcontext()
         if outputs:
-            end = outputs[0].register_hook(lambda _: _at_the_end_of_the_backward(lambda: recorder.emit(["backward_end"])))
+            end = outputs[0].register_hook(
+                lambda _: _at_the_end_of_the_backward(lambda: recorder.emit(["backward_end"]))
+            )
         outputs.clear()
         try:
             with end:  # another backward of the same output has its own
@@ -105,14 +120,20 @@ class Calls:
             def run(outputs, *args, **kwargs):
                 if self._recorder.in_backward() or self._recorder.phase not in ("forward", "loss"):
                     return function(outputs, *args, **kwargs)
-                roots = [outputs] if isinstance(outputs, torch.Tensor) else [root for root in outputs if isinstance(root, torch.Tensor)]
+                roots = (
+                    [outputs]
+                    if isinstance(outputs, torch.Tensor)
+                    else [root for root in outputs if isinstance(root, torch.Tensor)]
+                )
                 return self._own_backward(roots, lambda: function(outputs, *args, **kwargs))
 
             return run
 
         with contextlib.ExitStack() as stack:
             for name in _ENGINE:
-                stack.enter_context(unittest.mock.patch.object(torch.autograd, name, recorded(getattr(torch.autograd, name))))
+                stack.enter_context(
+                    unittest.mock.patch.object(torch.autograd, name, recorded(getattr(torch.autograd, name)))
+                )
             yield
 
     def _own_backward(self, outputs: list, run: Callable[[], object]) -> object:
@@ -130,7 +151,10 @@ class Calls:
             return result
         if recorder.module_stack:
             fqn = self._fqns[recorder.module_stack[-1]]
-            raise TracerError(f'the forward of "{fqn or "(root)"}" runs a backward through modules, which a trace does not have; a loss may run one')
+            raise TracerError(
+                f'the forward of "{fqn or "(root)"}" runs a backward through modules, which a trace does not have; a '
+                'loss may run one'
+            )
         if not self._loss_apart:
             raise LossRunsBackwards
         self.end_forward(before)
@@ -144,5 +168,6 @@ def _forwards_of(events: list[list]) -> set[int]:
 
 
 def _at_the_end_of_the_backward(function: Callable) -> None:
-    """Runs `function` where FSDP's final callback runs: the engine is done, the caller still holds the loss and its gradient."""
+    """Runs `function` where FSDP's final callback runs: the engine is done, the caller still holds the loss and its
+    gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

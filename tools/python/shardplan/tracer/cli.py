@@ -17,7 +17,8 @@ from shardplan.tracer.errors import EXIT_ENVIRONMENT, EnvironmentProblem, Tracer
 from shardplan.tracer.progress import Progress
 
 _DESCRIPTION = """\
-Record what one training step of a model does: modules, parameters, operators with FLOPs and bytes, and every allocation and free, forward
+Record what one training step of a model does: modules, parameters, operators with FLOPs and bytes, and every \
+allocation and free, forward
 and backward. Needs no GPU and no weights."""
 
 _EPILOG = """\
@@ -25,9 +26,12 @@ examples:
   shardplan trace examples/models/llama-3.1-8b.json --seq 8192 -o llama.trace.json
   shardplan trace mypackage.models:build_gpt --batch 4 --seq 1024 --dtype bfloat16 -o gpt.trace.json
 
-SOURCE is a Hugging Face model config (a JSON file with "model_type" and "architectures"), or package.module:callable. The callable
-returns a torch.nn.Module, or (module, inputs), or (module, inputs, loss): inputs a tensor, a tuple of positional or a dict of keyword
-arguments; loss a function of the module's output. It is given batch= and seq= if it has such parameters. docs/internals/tracer.md says more.
+SOURCE is a Hugging Face model config (a JSON file with "model_type" and "architectures"), or \
+package.module:callable. The callable
+returns a torch.nn.Module, or (module, inputs), or (module, inputs, loss): inputs a tensor, a tuple of positional or \
+a dict of keyword
+arguments; loss a function of the module's output. It is given batch= and seq= if it has such parameters. \
+docs/internals/tracer.md says more.
 
 exit codes: 0 done, 2 usage, 3 bad input, 4 environment"""
 
@@ -47,7 +51,9 @@ def _answer(text: str) -> tuple[str, list[float]]:
     try:
         if not equals:
             raise ValueError
-        return ("" if fqn == "(root)" else fqn), [_WORDS[v.lower()] if v.lower() in _WORDS else float(v) for v in values.split(",")]
+        return ("" if fqn == "(root)" else fqn), [
+            _WORDS[v.lower()] if v.lower() in _WORDS else float(v) for v in values.split(",")
+        ]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: expected FQN=VALUE, numbers or true or false") from None
 
@@ -72,7 +78,11 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--seq", type=_positive, default=2048, metavar="N", help="tokens per sample (default: 2048)")
     result.add_argument(
-        "--images", type=_positive, default=0, metavar="N", help="images per sample of a multimodal config, which is traced whole then (default: its text model)"
+        "--images",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="images per sample of a multimodal config, which is traced whole then (default: its text model)",
     )
     dtypes = ("float32", "bfloat16", "float16", "float64")
     result.add_argument(
@@ -122,20 +132,27 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="compile these modules by themselves, as module.compile() does: an FQN in which * and ? do not cross a dot, or class:NAME. Repeat it "
+        help="compile these modules by themselves, as module.compile() does: an FQN in which * and ? do not cross a "
+             "dot, or class:NAME. Repeat it "
         "for others",
     )
     result.add_argument(
-        "--compile-backend", choices=("inductor", "aot_eager"), default="inductor", help="what --compile compiles with (default: inductor)"
+        "--compile-backend",
+        choices=("inductor", "aot_eager"),
+        default="inductor",
+        help="what --compile compiles with (default: inductor)",
     )
-    result.add_argument("--ignore-compile", action="store_true", help="trace modules that the model compiles as they are written")
+    result.add_argument(
+        "--ignore-compile", action="store_true", help="trace modules that the model compiles as they are written"
+    )
     result.add_argument(
         "--answer",
         action="append",
         type=_answer,
         default=[],
         metavar="FQN=VALUE[,VALUE...]",
-        help="what the module reads where it reads values of tensors (.item(), if): numbers, true or false, in order; how many elements a mask "
+        help="what the module reads where it reads values of tensors (.item(), if): numbers, true or false, in order; "
+             "how many elements a mask "
         "finds. Repeat it for other modules; (loss) is the code outside of all of them",
     )
     result.add_argument(
@@ -143,8 +160,10 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=FILE:CALLABLE",
-        help="what runs in place of package.module.function, or of a method, whose kernel cannot be traced: it says the kernel's outputs, FLOPs, bytes and what it keeps "
-        "for the backward (docs/reference/stand-ins.md). Those of causal_conv1d, mamba_ssm and fla are shipped; NAME=none takes one away. Repeat it for others",
+        help="what runs in place of package.module.function, or of a method, whose kernel cannot be traced: it says "
+             "the kernel's outputs, FLOPs, bytes and what it keeps "
+        "for the backward (docs/reference/stand-ins.md). Those of causal_conv1d, mamba_ssm and fla are shipped; "
+        "NAME=none takes one away. Repeat it for others",
     )
     result.add_argument("--name", default="", help="the model's name in the trace")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
@@ -152,7 +171,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Told(Progress):
-    """A line for each stage, and at a terminal a bar for what has parts. Notes are no progress: quiet does not silence them."""
+    """A line for each stage, and at a terminal a bar for what has parts. Notes are no progress: quiet does not silence
+    them."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._started, self._bar = quiet, time.monotonic(), None
@@ -198,7 +218,10 @@ def _run(arguments: argparse.Namespace, progress) -> int:
     try:
         from shardplan.tracer import document, session, stand_ins
     except ImportError as error:
-        complain("shardplan trace", printable_name(f"cannot import {error.name}: {error} ({how_to_install('torch')} installs what is needed)"))
+        complain(
+            "shardplan trace",
+            printable_name(f"cannot import {error.name}: {error} ({how_to_install('torch')} installs what is needed)"),
+        )
         return EXIT_ENVIRONMENT
     options = session.Options(
         stand_ins=stand_ins.load(arguments.stand_in),
@@ -220,7 +243,7 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         ignore_compile=arguments.ignore_compile,
         name=arguments.name,
     )
-    # What the model prints is no part of a trace on standard output.
+    # The model's own prints are no part of a trace on standard output.
     with contextlib.redirect_stdout(sys.stderr) if arguments.output == "-" else contextlib.nullcontext():
         trace = session.trace_source(arguments.source, options, progress)
     progress("writing")
@@ -233,7 +256,9 @@ def _run(arguments: argparse.Namespace, progress) -> int:
     except files.CannotWrite as error:
         raise EnvironmentProblem(str(error)) from error
     except UnicodeEncodeError as error:
-        raise TracerError(f"a name of the model is no text that UTF-8 can hold: {error.object[error.start:error.end]!r}") from error
+        raise TracerError(
+            f"a name of the model is no text that UTF-8 can hold: {error.object[error.start : error.end]!r}"
+        ) from error
     progress(_summary(trace, arguments.output))
     return 0
 
@@ -264,7 +289,10 @@ def _summary(trace: dict, output: str) -> str:
     ]
     count = sum(_numel(parameter["shape"]) for parameter in trace["parameters"])
     flops = sum(event[4] for event in events if event[0] == "op")
-    return f"{output}: {trace['model']}, {count / 1e9:.3f} billion parameters, {len(trace['modules'])} modules, {len(events)} events, {flops / 1e12:.1f} TFLOP"
+    return (
+        f"{output}: {trace['model']}, {count / 1e9:.3f} billion parameters, {len(trace['modules'])} modules, "
+        f"{len(events)} events, {flops / 1e12:.1f} TFLOP"
+    )
 
 
 def _numel(shape: list[int]) -> int:

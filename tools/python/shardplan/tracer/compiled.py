@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules that are compiled: the recorder sees the operators of their graphs.
 
-torch.compile makes one joint graph of a module's forward and backward, and its partitioner decides which tensors the forward keeps. A trace takes
-both from torch: Dynamo, AOTAutograd, the decompositions and the partitioner of the module's backend run on the fake tensors. Only code generation is
-left out: the two graphs run operator by operator, in front of the recorder.
+torch.compile makes one joint graph of a module's forward and backward, and its partitioner decides which tensors the
+forward keeps. A trace takes both from torch: Dynamo, AOTAutograd, the decompositions and the partitioner of the
+module's backend run on the fake tensors. Only code generation is left out: the two graphs run operator by operator, in
+front of the recorder.
 
-[Note: one way to be compiled]
-`torch.compile(module)` puts a wrapper around a module, `module.compile()` replaces what calls it. Before the module tree is read, wrappers are taken
-away and their modules compiled the second way. So names are those of the bare model, and the hooks of a compiled module lie outside of its graph, as
-those of an FSDP unit do. Modules inside a graph have no hooks.
+[Note: one way to be compiled] `torch.compile(module)` puts a wrapper around a module, `module.compile()` replaces what
+calls it. Before the module tree is read, wrappers are taken away and their modules compiled the second way. So names
+are those of the bare model, and the hooks of a compiled module lie outside of its graph, as those of an FSDP unit do.
+Modules inside a graph have no hooks.
 """
 
 from __future__ import annotations
@@ -42,15 +43,17 @@ def backend_of(module: nn.Module) -> str:
 
 
 def compile_as(source: nn.Module, target: nn.Module) -> None:
-    """Compiles the modules of `target`, a copy of `source`, that Module.compile compiles in `source`: a copy loses it."""
+    """Compiles the modules of `target`, a copy of `source`, that Module.compile compiles in `source`: a copy loses
+    it."""
     for original, copied in zip(source.modules(), target.modules()):
         if original._compiled_call_impl is not None and (context := _context(original)) is not None:
             copied._compiled_call_impl = context(copied._call_impl)
 
 
 def prepare(root: nn.Module, wanted: list[str], backend: str, as_written: bool) -> dict[nn.Module, str]:
-    """The modules below the root that run as compiled graphs, outermost ones only, and the names of their backends: those that the model compiles
-    and those that a pattern of `wanted` means, which `backend` compiles. `as_written`: none. Removes the wrappers of torch.compile.
+    """The modules below the root that run as compiled graphs, outermost ones only, and the names of their backends:
+    those that the model compiles and those that a pattern of `wanted` means, which `backend` compiles. `as_written`:
+    none. Removes the wrappers of torch.compile.
     """
     contexts: dict[nn.Module, Callable] = {}
     _unwrap(root, contexts)
@@ -71,7 +74,8 @@ def inside(compiled: dict[nn.Module, str]) -> set[nn.Module]:
 
 
 def _context(module: nn.Module) -> Callable | None:
-    """What torch.compile made of its arguments: compiles any function. None: the module is not compiled by itself."""
+    """The context that torch.compile made of its arguments, which compiles any function. None: the module is not
+    compiled by itself."""
     if hasattr(module, "dynamo_ctx"):
         return module.dynamo_ctx
     if module._compiled_call_impl is None:
@@ -109,7 +113,9 @@ def _checkpointed(self: nn.Module, *args, **kwargs):
 
 def _compile_wanted(root: nn.Module, wanted: list[str], backend: str, contexts: dict[nn.Module, Callable]) -> None:
     for pattern in wanted:
-        found = [m for fqn, m in root.named_modules() if m is not root and patterns.matches(pattern, fqn, type(m).__name__)]
+        found = [
+            m for fqn, m in root.named_modules() if m is not root and patterns.matches(pattern, fqn, type(m).__name__)
+        ]
         if not found:
             raise UsageProblem(f"--compile {pattern}: no module below the root has that name")
         for module in found:
@@ -136,9 +142,10 @@ def _on_fake_tensors(call: Callable) -> Callable:
 
 @contextlib.contextmanager
 def _without_code_generation() -> Iterator[None]:
-    """Inside, torch.compile compiles, and the graphs that inductor would generate code for are run as they are. Nothing comes from its caches or goes
-    there. Left out is what asks the device: padding of matrices, which measures kernels, and random states of operators that run again, which are on
-    the host. Constants are folded on the CPU. What the user's code is told of a device (user_code.py) compilers are not."""
+    """Inside, torch.compile compiles, and the graphs that inductor would generate code for are run as they are. Nothing
+    comes from its caches or goes there. Left out is what asks the device: padding of matrices, which measures kernels,
+    and random states of operators that run again, which are on the host. Constants are folded on the CPU. Compilers do
+    not see the device that user_code.py shows to the user's code."""
     import torch._functorch.config
     import torch._inductor.config
     from torch._functorch import partitioners
@@ -151,9 +158,15 @@ def _without_code_generation() -> Iterator[None]:
         unittest.mock.patch.object(torch.cuda, "is_available", _device_is_there),
         torch._functorch.config.patch(enable_autograd_cache=False),
         torch._inductor.config.patch(force_disable_caches=True, shape_padding=False),
-        unittest.mock.patch.object(compile_fx, "compile_fx", functools.partial(compile_fx.compile_fx, inner_compile=_as_it_is)),
-        unittest.mock.patch.object(partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, *_: (forward, backward)),
-        unittest.mock.patch.object(joint_graph.UniformValueConstantFolder, "run", functools.partialmethod(_on_the_cpu, fold)),
+        unittest.mock.patch.object(
+            compile_fx, "compile_fx", functools.partial(compile_fx.compile_fx, inner_compile=_as_it_is)
+        ),
+        unittest.mock.patch.object(
+            partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, *_: (forward, backward)
+        ),
+        unittest.mock.patch.object(
+            joint_graph.UniformValueConstantFolder, "run", functools.partialmethod(_on_the_cpu, fold)
+        ),
     ):
         yield
 
@@ -164,7 +177,8 @@ def _on_the_cpu(folder, fold: Callable, *arguments):
 
 
 def _as_it_is(graph: torch.fx.GraphModule, _inputs, **_options) -> Callable:
-    """A compiler of inductor's graphs that generates nothing. The function takes its arguments in a list, which it empties."""
+    """A compiler of inductor's graphs that generates nothing. The function takes its arguments in a list, which it
+    empties."""
     gather(graph.graph)
     graph.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
     graph.recompile()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors in what modules are given and return, as the installed FSDP2 finds them.
 
-Since torch 2.15 it looks into named tuples, dataclasses, dicts, lists and tuples. Before, into what torch.utils._pytree knows.
+Since torch 2.15 it looks into named tuples, dataclasses, dicts, lists and tuples. Before, into what torch.utils._pytree
+knows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 @functools.cache
 def _own_walk() -> types.ModuleType | None:
-    """Where FSDP2's own functions for it are; None: it asks pytree."""
+    """The module of FSDP2's own functions for containers; None: it asks pytree."""
     from torch.distributed.fsdp import _common_utils
 
     return _common_utils if hasattr(_common_utils, "replace_grad_tensors") else None

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device meshes of a model that is traced: made outside fake mode (a mesh looks into a tensor of ranks), and of CUDA devices whatever they say.
+"""Device meshes of a model that is traced: made outside fake mode (a mesh looks into a tensor of ranks), and of CUDA
+devices whatever they say.
 
-The styles of tensor parallelism move tensors to their mesh's device, which is where everything is that a trace works on.
+The styles of tensor parallelism move tensors to their mesh's device, which is where everything is that a trace works
+on.
 """
 
 from __future__ import annotations

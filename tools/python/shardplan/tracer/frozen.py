@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model with frozen parameters would need gradients of if all of its parameters did.
+"""The gradients that a model with frozen parameters would need if all of its parameters required them.
 
-FSDP1 makes one tensor of a unit's parameters: where one trains, all of them are computed with as if they did, and the backward runs through
-modules that it does not reach in the plain model. A second recording says how far that can go.
+FSDP1 makes one tensor of a unit's parameters. If one trains, autograd treats all of them as training, and the backward
+runs through modules that it does not reach in the plain model. A second recording says how far that can go.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def everything_trains(module: nn.Module) -> Iterator[None]:
 
 
 def mark_tensors(fields: dict, trained: dict) -> None:
-    """Adds to each tensor of `fields` that needs no gradient what `trained`, the recording of the same in which everything trains, says."""
+    """Adds to each tensor of `fields` that needs no gradient what `trained`, the recording of the same in which
+    everything trains, says."""
     pairs = list(zip(fields["forwards"], trained["forwards"]))
     if any(_shapes(own) != _shapes(other) for own, other in pairs):
         return  # the model does something else then
@@ -49,7 +50,8 @@ def _shapes(forward: dict) -> list:
 
 
 def _tensors_in_loss(fields: dict) -> dict[tuple[int, int], bool]:
-    """By forward and tensor, of the outputs of modules that need a gradient: whether they get one. Forwards without a backward are not in it."""
+    """By forward and tensor, of the outputs of modules that need a gradient: whether they get one. Forwards without a
+    backward are not in it."""
     outputs: dict[tuple[int, int, int, int], int] = {}  # (forward, module, occurrence, index) -> tensor
     for number, forward in enumerate(fields["forwards"]):
         entered: dict[int, int] = {}

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators of a compiled graph that one generated kernel runs.
 
-Inductor generates code for all operators but products, attention and what it calls as it is, and fuses them with what they read from or write to. Here a
-run of such operators is one kernel. What only they pass to each other is never in memory; everything else is read and written once. Inductor does not
-fuse across some reductions, and fuses some operators that are no neighbours: it may have more kernels or fewer.
+Inductor generates code for all operators but products, attention and what it calls as it is, and fuses them with what
+they read from or write to. Here a run of such operators is one kernel. Values that only they pass to each other are
+never in memory; everything else is read and written once. Inductor does not fuse across some reductions, and fuses some
+operators that are no neighbours: it may have more kernels or fewer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import fx
 
 from shardplan.tracer.operators import Operator, describe
 
-# What inductor computes again: realize_reads_threshold, and realize_opcount_threshold, which counts reads, constants and casts, too.
+# Limits of inductor's recomputation: realize_reads_threshold, and realize_opcount_threshold, which counts reads,
+# constants and casts, too.
 _MOST_READ = 4
 _MOST_OPERATORS = 16
 KERNEL = "compiled.elementwise"  # as the planner's pass fuse_operators calls it
@@ -35,8 +37,8 @@ def gather(graph: fx.Graph) -> None:
 
         a = mm(x); b = exp(a); c = mm(x); d = mul(b, c)    ->    a = mm(x); c = mm(x); b = exp(a); d = mul(b, c)
 
-    A part of a run, connected by what its operators pass to each other, moves as a whole, so it passes on no more tensors than before; and only where
-    an operator of a later run is the first to use it.
+    A connected part of a run moves as a whole, so it passes on no more tensors than before. It moves only if an
+    operator of a later run is the first to use it.
     """
     _repeat(graph)
     graph.eliminate_dead_code()
@@ -63,8 +65,8 @@ def _may_move(node: fx.Node) -> bool:
 
 
 def _repeat(graph: fx.Graph) -> None:
-    """Inductor writes an elementwise operator into every kernel that reads its result, where that is cheap and nothing else needs the result in memory
-    (TensorBox.mark_reuse). Here each run that reads it gets a copy."""
+    """Inductor writes an elementwise operator into every kernel that reads its result, where that is cheap and nothing
+    else needs the result in memory (TensorBox.mark_reuse). Here each run that reads it gets a copy."""
     runs: dict[fx.Node, int] = {}
     run = 0
     for node in graph.nodes:
@@ -94,7 +96,9 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and any(result.alias_info is not None for result in node.target._schema.returns)
+    return isinstance(node.target, torch._ops.OpOverload) and any(
+        result.alias_info is not None for result in node.target._schema.returns
+    )
 
 
 def _in_memory(node: fx.Node, runs: dict[fx.Node, int]) -> bool:
@@ -103,12 +107,17 @@ def _in_memory(node: fx.Node, runs: dict[fx.Node, int]) -> bool:
 
 
 def _chain(node: fx.Node, runs: dict[fx.Node, int]) -> list[fx.Node]:
-    """The node behind those of its run that have to be computed again with it; []: too many, or too many tensors to be read for it."""
+    """The node behind those of its run that have to be computed again with it; []: too many, or too many tensors to be
+    read for it."""
     chain, read = {node}, set()
     waiting = [node]
     while waiting:
         for before in waiting.pop().all_input_nodes:
-            if runs.get(before) != runs[node] or not (_is_elementwise(before) or _is_view(before)) or _in_memory(before, runs):
+            if (
+                runs.get(before) != runs[node]
+                or not (_is_elementwise(before) or _is_view(before))
+                or _in_memory(before, runs)
+            ):
                 read.add(before)
             elif before not in chain:
                 chain.add(before)
@@ -140,7 +149,7 @@ def _move(part: list[fx.Node]) -> None:
 
 
 class View(NamedTuple):
-    """What an operator reads."""
+    """A tensor that an operator reads."""
 
     of: tuple[int, int]  # storage and -1, or -1 and parameter
     place: tuple  # of its elements there
@@ -150,11 +159,13 @@ class View(NamedTuple):
 
 @dataclass
 class Kernel:
-    """A run of operators while it is recorded. `begin`: of its events among the recorder's, which are births and deaths alone."""
+    """A run of operators while it is recorded. `begin`: of its events among the recorder's, which are births and deaths
+    alone."""
 
     begin: int
     operators: list[list] = field(default_factory=list)  # their events, as they would be alone
-    read: dict[tuple, dict[tuple, int]] = field(default_factory=dict)  # what others have made: storage or parameter -> views -> bytes
+    # Made by others: storage or parameter -> views -> bytes.
+    read: dict[tuple, dict[tuple, int]] = field(default_factory=dict)
     sizes: dict[tuple, int] = field(default_factory=dict)  # of what is read, bytes
     written: dict[int, int] = field(default_factory=dict)  # storages -> bytes
 

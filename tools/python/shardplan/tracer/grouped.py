@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of groups (mixtures of experts) in other types than bfloat16.
 
-A device multiplies group by group there; to autograd and to the caching allocator it is the same operator with the same result
-(aten/native/cuda/GroupedBlas.cpp of torch 2.11). torch's rule for fake tensors refuses the type.
+A device multiplies group by group there; to autograd and to the caching allocator it is the same operator with the same
+result (aten/native/cuda/GroupedBlas.cpp of torch 2.11). torch's rule for fake tensors refuses the type.
 """
 
 from __future__ import annotations

@@ -63,12 +63,19 @@ def read_config(path: Path) -> dict:
             )
         if not data[name] or not (isinstance(data[name], str) if kind is str else _is_names(data[name])):
             raise TracerError(
-                f'{path}: "{name}" is {json.dumps(data[name])}; expected a {"name" if kind is str else "list with a class name"}'
+                f'{path}: "{name}" is {json.dumps(data[name])}; expected a '
+                f'{"name" if kind is str else "list with a class name"}'
             )
     return data
 
 
-_JSON_KINDS = ((bool, "true or false"), ((int, float), "a number"), (str, "a string"), (list, "a list"), (type(None), "null"))
+_JSON_KINDS = (
+    (bool, "true or false"),
+    ((int, float), "a number"),
+    (str, "a string"),
+    (list, "a list"),
+    (type(None), "null"),
+)
 
 _FAMILIES = {
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -88,20 +95,27 @@ def _classes(mapping: str, model_type: str) -> tuple[str, ...]:
 
 
 def _family(model_type: str, architecture: str) -> str | None:
-    return next((family for family, mapping in _FAMILIES.items() if architecture in _classes(mapping, model_type)), None)
+    return next(
+        (family for family, mapping in _FAMILIES.items() if architecture in _classes(mapping, model_type)), None
+    )
 
 
 def _not_traceable(architecture: str, model_type: str) -> TracerError:
     return TracerError(
-        f'architecture "{architecture}" of model type "{model_type}" is not one that can be traced from its config; expected a class for causal,'
-        " masked or sequence-to-sequence language modelling, image classification, or a multimodal one that has a text model (any other model: give"
+        f'architecture "{architecture}" of model type "{model_type}" is not one that can be traced from its config; '
+        'expected a class for causal,'
+        " masked or sequence-to-sequence language modelling, image classification, or a multimodal one that has a "
+        "text model (any other model: give"
         " package.module:callable)"
     )
 
 
 def _text_alone(architecture: str, modalities: tuple[str, ...]) -> str:
     others = [name for name in modalities if name != "text"] or ["other inputs"]
-    return f"{architecture} takes {' and '.join(others)}, too: the batch is text alone, what reads {' and '.join(others)} gets no gradient"
+    return (
+        f"{architecture} takes {' and '.join(others)}, too: the batch is text alone, what reads "
+        f"{' and '.join(others)} gets no gradient"
+    )
 
 
 def _pixels(count: int, config, dtype: torch.dtype) -> torch.Tensor:
@@ -110,7 +124,8 @@ def _pixels(count: int, config, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _with_room(placeholders: Callable, images: int) -> Callable:
-    """get_placeholder_mask of transformers' models, which finds the tokens that images take: there must be as many in the batch."""
+    """get_placeholder_mask of transformers' models, which finds the tokens that images take: there must be as many in
+    the batch."""
 
     @functools.wraps(placeholders)
     def checked(input_ids, inputs_embeds, image_features=None, *more, **others):
@@ -124,10 +139,12 @@ def _with_room(placeholders: Callable, images: int) -> Callable:
 
 
 class HuggingFaceModel:
-    """A config file: builds the module, then the batch. `facts`: how the trace was made. `notes`: what a reader of the config would not expect of it."""
+    """A config file: builds the module, then the batch. `facts`: how the trace was made. `notes`: what a reader of the
+    config would not expect of it."""
 
     def __init__(self, path: Path, images: int = 0):
-        """images: in each sample of a multimodal config, which is built whole then; 0: its text model, or text alone."""
+        """images: in each sample of a multimodal config, which is built whole then; 0: its text model, or text
+        alone."""
         self._transformers = _transformers()
         self._images = images
         self.name = path.stem
@@ -137,7 +154,9 @@ class HuggingFaceModel:
         self._choose(data, path)
         if quantization := data.get("quantization_config"):
             method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
-            self.notes.append(f"quantization ({method}) is of the published weights: the parameters are traced unquantized")
+            self.notes.append(
+                f"quantization ({method}) is of the published weights: the parameters are traced unquantized"
+            )
         self.config.quantization_config = None
 
     def _choose(self, data: dict, path: Path) -> None:
@@ -145,30 +164,45 @@ class HuggingFaceModel:
         model_type, architecture = data["model_type"], data["architectures"][0]
         config_class = self._config_class(data, path)
         if config_class is None and self._images:
-            raise UsageProblem(f'--images: transformers has neither the model type "{model_type}" nor a class "{architecture}" that could read them')
+            raise UsageProblem(
+                f'--images: transformers has neither the model type "{model_type}" nor a class "{architecture}" that '
+                'could read them'
+            )
         if config_class is None:
             name = next((name for name in _TEXT_PARTS if isinstance(data.get(name), dict)), None)
             part = data.get(name, {})
             text_type = part.get("model_type") if isinstance(part.get("model_type"), str) else None
-            named = part.get("architectures") if _is_names(part.get("architectures")) else _classes(_FAMILIES["causal_lm"], text_type)
+            named = (
+                part.get("architectures")
+                if _is_names(part.get("architectures"))
+                else _classes(_FAMILIES["causal_lm"], text_type)
+            )
             inner = {**part, "model_type": text_type, "architectures": list(named) or [None]}
             if self._config_class(dict(inner), path) is None:
                 text = f', nor is model type {json.dumps(part.get("model_type"))} of its "{name}"' if name else ""
                 raise TracerError(
-                    f'{path}: model type "{model_type}" is not known to transformers {self._transformers.__version__}, nor is a class "{architecture}"{text};'
+                    f'{path}: model type "{model_type}" is not known to transformers '
+                    f'{self._transformers.__version__}, nor is a class "{architecture}"{text};'
                     ' where the code of a known type computes the same, set "model_type" and "architectures" to those'
                 )
             self._choose(inner, path)
-            self.notes.append(f'model type "{model_type}" is not known to transformers: its text model alone ({self.model_class.__name__})')
+            self.notes.append(
+                f'model type "{model_type}" is not known to transformers: its text model alone '
+                f'({self.model_class.__name__})'
+            )
             return
         try:
             self.config = config_class.from_dict(data)
         except Exception as error:
             said = " ".join(str(error).split())  # of several lines
-            raise TracerError(f"{path}: {config_class.__name__} refuses the config: {type(error).__name__}: {said}") from error
+            raise TracerError(
+                f"{path}: {config_class.__name__} refuses the config: {type(error).__name__}: {said}"
+            ) from error
         for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
             if isinstance(found := getattr(self.config, size, None), int) and found < 1:
-                raise TracerError(f'{path}: "{self.config.attribute_map.get(size, size)}" is {found}; expected at least 1')
+                raise TracerError(
+                    f'{path}: "{self.config.attribute_map.get(size, size)}" is {found}; expected at least 1'
+                )
         known = self.config.model_type
         if self._images:
             self._choose_with_images(known, architecture)
@@ -181,7 +215,8 @@ class HuggingFaceModel:
         self._set_class(architecture)
         if model_type not in self._transformers.CONFIG_MAPPING:
             self.notes.append(
-                f'model type "{model_type}" is not known to transformers: traced as {architecture} of model type "{known}", without code of its own'
+                f'model type "{model_type}" is not known to transformers: traced as {architecture} of model type '
+                f'"{known}", without code of its own'
             )
         if self._family != "image_classification" and len(self._modalities()) > 1 and self._reads_more():
             self.notes.append(_text_alone(architecture, self._modalities()))
@@ -198,20 +233,24 @@ class HuggingFaceModel:
 
     def _choose_with_images(self, model_type: str, architecture: str) -> None:
         if not any(architecture in _classes(mapping, model_type) for mapping in _MULTIMODAL):
-            raise UsageProblem(f"--images is for multimodal configs; {architecture} of model type \"{model_type}\" is none")
+            raise UsageProblem(
+                f'--images is for multimodal configs; {architecture} of model type "{model_type}" is none'
+            )
         self._family = "causal_lm"
         self._set_class(architecture)
         taken = inspect.signature(self.model_class.forward).parameters
         size = getattr(getattr(self.config, "vision_config", None), "image_size", None)
         if "pixel_values" not in taken or "image_grid_thw" in taken or not isinstance(size, (int, list, tuple)):
             raise UsageProblem(
-                f"--images needs a class that takes pixel_values of one size, image_size of its vision_config; {architecture} does not"
+                "--images needs a class that takes pixel_values of one size, image_size of its vision_config; "
+                f"{architecture} does not"
                 " (give package.module:callable)"
             )
         self.facts.append(f"{self._images} images a sample")
 
     def _choose_text_model(self, model_type: str, architecture: str) -> bool:
-        """Takes the text model of a composite config, and says so; its whole model where transformers has no class for the text model alone."""
+        """Takes the text model of a composite config, and says so; its whole model where transformers has no class for
+        the text model alone."""
         if self.config.is_encoder_decoder:
             return False
         whole = next((mapping for mapping in _MULTIMODAL if architecture in _classes(mapping, model_type)), None)
@@ -228,21 +267,29 @@ class HuggingFaceModel:
             self._set_class(name)
             if text is not self.config and self.model_class.config_class is type(text):
                 self.config = text
-                self.notes.append(f"composite config ({architecture}): its text model alone ({name}), without what makes tokens of images or sounds")
+                self.notes.append(
+                    f"composite config ({architecture}): its text model alone ({name}), without what makes tokens of "
+                    "images or sounds"
+                )
                 return True
         self._set_class(architecture)
         self.notes.append(_text_alone(architecture, self._modalities()))
         return True
 
     def _reads_more(self) -> bool:
-        """Whether a part of the config is of images or sounds. The class alone says so of text models, too, that inherit from one of images."""
-        return any(part in name for name in self.config.sub_configs for part in ("vision", "image", "video", "audio", "speech"))
+        """Whether a part of the config is of images or sounds. The class alone says so of text models, too, that
+        inherit from one of images."""
+        return any(
+            part in name for name in self.config.sub_configs for part in ("vision", "image", "video", "audio", "speech")
+        )
 
     def _set_class(self, name: str) -> None:
         try:
             self.model_class = getattr(self._transformers, name)
         except (AttributeError, ImportError, RuntimeError) as error:  # a class that needs a package
-            raise EnvironmentProblem(f"{name} of transformers {self._transformers.__version__} cannot be imported: {one_line(error)}") from error
+            raise EnvironmentProblem(
+                f"{name} of transformers {self._transformers.__version__} cannot be imported: {one_line(error)}"
+            ) from error
 
     def _parts(self) -> list:
         return [part for name in self.config.sub_configs if (part := getattr(self.config, name, None)) is not None]
@@ -269,10 +316,13 @@ class HuggingFaceModel:
                 model = self.model_class._from_config(self.config, dtype=torch.float32, **options)
             model.tie_weights()  # part of the initialisation that was skipped
         except ImportError as error:
-            raise EnvironmentProblem(f"{self.model_class.__name__} needs a package that is not here: {one_line(error)}") from error
+            raise EnvironmentProblem(
+                f"{self.model_class.__name__} needs a package that is not here: {one_line(error)}"
+            ) from error
         except Exception as error:
             raise TracerError(
-                f"{self.model_class.__name__} cannot be built: {type(error).__name__}: {one_line(error)}{place(error, None)}"
+                f"{self.model_class.__name__} cannot be built: {type(error).__name__}: "
+                f"{one_line(error)}{place(error, None)}"
             ) from error
         if self._images:
             for module in model.modules():
@@ -283,7 +333,11 @@ class HuggingFaceModel:
     def batch(self, batch: int, seq: int, dtype: torch.dtype, loss: str) -> Batch:
         """Fake CUDA inputs and the loss of the model's output."""
         if self._family == "image_classification":
-            given, labels, tokens = {"pixel_values": _pixels(batch, self.config, dtype)}, torch.empty(batch, dtype=torch.long, device="cuda"), batch
+            given, labels, tokens = (
+                {"pixel_values": _pixels(batch, self.config, dtype)},
+                torch.empty(batch, dtype=torch.long, device="cuda"),
+                batch,
+            )
         else:
             limit = getattr(self.config, "max_position_embeddings", None)
             if limit is not None and self._learned_positions() and seq > limit:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributed tensors: what this rank has of one, and where it lies.
 
-Tensor and expert parallelism wrap a rank's part in a DTensor, and what a collective still works on in an AsyncCollectiveTensor. A trace is of
-the parts: the operators on them, collectives included, are those that a wrapper calls in its turn.
+Tensor and expert parallelism wrap a rank's part in a DTensor, and what a collective still works on in an
+AsyncCollectiveTensor. A trace is of the parts: the operators on them, collectives included, are those that a wrapper
+calls in its turn.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def with_local(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def placements(tensor: torch.Tensor) -> list[dict]:
-    """As in the document, the outermost mesh dimension first; empty for a plain tensor."""
+    """The placements of a trace document, the outermost mesh dimension first; empty for a plain tensor."""
     if not hasattr(tensor, "_local_tensor"):
         return []
     mesh = tensor.device_mesh

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on every module: enter, exit, gradients of outputs ready, gradients of inputs done, parameter gradients.
 
-They sit where FSDP2's sit. Before the forward an identity function is put around all inputs that need a gradient (as one autograd node, args
-and kwargs flattened): its backward runs when the module's backward is done. On every output that needs a gradient there is a tensor
-hook: it fires when that output's gradient is complete. Modules without parameters below them can never be sharded and get no identity.
+They sit where FSDP2's sit. Before the forward an identity function is put around all inputs that need a gradient (as
+one autograd node, args and kwargs flattened): its backward runs when the module's backward is done. On every output
+that needs a gradient there is a tensor hook: it fires when that output's gradient is complete. Modules without
+parameters below them can never be sharded and get no identity.
 """
 
 from __future__ import annotations

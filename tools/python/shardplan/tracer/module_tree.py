@@ -24,7 +24,8 @@ def _class_called(module: nn.Module, name: str) -> type | None:
 
 
 def model_parts(root: nn.Module) -> dict[nn.Module, list[str]]:
-    """What a transformers model, or what wraps one, says of its modules (Module::parts in trace.h). Empty: the model says nothing."""
+    """The parts that a transformers model, or its wrapper, names for its modules (Module::parts in trace.h). Empty: the
+    model says nothing."""
     if getattr(root, "_no_split_modules", None) is None and not hasattr(root, "get_input_embeddings"):
         return {}
     parts: dict[nn.Module, list[str]] = {}
@@ -35,7 +36,9 @@ def model_parts(root: nn.Module) -> dict[nn.Module, list[str]]:
 
     prefix = getattr(root, "base_model_prefix", "")
     mark(getattr(root, prefix, None) if prefix else root, "base_model")
-    classes = tuple(c for name in getattr(root, "_no_split_modules", None) or () if (c := _class_called(root, name)) is not None)
+    classes = tuple(
+        c for name in getattr(root, "_no_split_modules", None) or () if (c := _class_called(root, name)) is not None
+    )
     for module in root.modules():
         if classes and isinstance(module, classes):
             mark(module, "layer")
@@ -51,7 +54,7 @@ _GRADIENT_FIELDS = "_shardplan_gradient_fields"
 
 
 def gradient_fields(parameter: torch.Tensor) -> dict:
-    """What a parameter's entry in a trace says of its grad_dtype: nothing where it has none of its own."""
+    """Fields of a parameter's entry in a trace about its grad_dtype; none if it has none of its own."""
     kept = parameter.__dict__.get(_GRADIENT_FIELDS)
     if kept is not None:
         return kept
@@ -75,7 +78,8 @@ class ModuleTree:
     )  # the first place of a module registered several times
     parameter_ids: dict[torch.Tensor, int] = field(default_factory=dict)
     buffer_tensors: list[torch.Tensor] = field(default_factory=list)
-    compiled: dict[nn.Module, str] = field(default_factory=dict)  # modules that run as compiled graphs -> names of their backends
+    # Modules that run as compiled graphs -> names of their backends.
+    compiled: dict[nn.Module, str] = field(default_factory=dict)
     parts: dict[nn.Module, list[str]] = field(default_factory=dict)  # what the model says that they are
 
     @staticmethod
@@ -134,14 +138,16 @@ class ModuleTree:
 
 
 def on_fake_cuda(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A fake CUDA tensor of the same shape and strides, or a distributed one of such a part. Call inside FakeTensorMode."""
+    """A fake CUDA tensor of the same shape and strides, or a distributed one of such a part. Call inside
+    FakeTensorMode."""
     part = local(tensor)
     return with_local(tensor, torch.empty_strided(part.shape, part.stride(), dtype=dtype or part.dtype, device="cuda"))
 
 
 def move_to_fake_cuda(root: nn.Module, parameter_dtype: torch.dtype | None) -> None:
-    """Replaces every parameter, buffer and plain tensor attribute by a fake CUDA one; floating parameters take `parameter_dtype` (None:
-    their own). Ties stay ties. Buffers keep their dtype: mixed precision casts parameters only. Call inside FakeTensorMode.
+    """Replaces every parameter, buffer and plain tensor attribute by a fake CUDA one; floating parameters take
+    `parameter_dtype` (None: their own). Ties stay ties. Buffers keep their dtype: mixed precision casts parameters
+    only. Call inside FakeTensorMode.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in root.modules():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one dispatched operator costs: its kind, FLOPs, bytes read and written.
+"""Cost of one dispatched operator: its kind, FLOPs, bytes read and written.
 
-FLOPs are those of torch.utils.flop_counter (matrix products, convolutions, attention); every other operator counts 0, as there.
-Bytes are those of the tensors that a kernel has to touch: a view counts its own elements, not its whole storage; an expanded dimension
-counts once; a lookup counts the rows it fetches, not the table.
+FLOPs are those of torch.utils.flop_counter (matrix products, convolutions, attention); every other operator counts 0,
+as there. Bytes are those of the tensors that a kernel has to touch. A view counts its own elements, not its whole
+storage; an expanded dimension counts once; a lookup counts the rows it fetches, not the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ aten = torch.ops.aten
 _ALLOCATE_ONLY = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
 # The result depends on the arguments' shape only.
 _READS_NOTHING = frozenset(
-    "zeros_like ones_like full_like new_zeros new_ones new_full rand_like randn_like zero_ fill_ uniform_ normal_ bernoulli_".split()
+    "zeros_like ones_like full_like new_zeros new_ones new_full rand_like randn_like zero_ fill_ uniform_ normal_ "
+    "bernoulli_".split()
 )
 # Argument positions of which only as many elements are read as the output has (the table of a lookup).
 _LOOKUPS = {"embedding": 0, "index_select": 0, "gather": 0, "index": 0, "nll_loss_forward": 0, "take": 0}
@@ -43,12 +44,15 @@ _ATTENTION = frozenset(
 
 # Formulas that the registry of torch 2.11 lacks.
 _SAME_FORMULA = {
-    f"_scaled_dot_product_flash_attention_for_cpu{suffix}": getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")
+    f"_scaled_dot_product_flash_attention_for_cpu{suffix}": getattr(
+        aten, f"_scaled_dot_product_flash_attention{suffix}"
+    )
     for suffix in ("", "_backward")
 }
 
 _DTYPE_NAMES = frozenset(
-    "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32 uint16 uint32 uint64 "
+    "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool complex64 "
+    "complex128 complex32 uint16 uint32 uint64 "
     "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()
 )
 
@@ -89,7 +93,7 @@ def dense_bytes(tensor: torch.Tensor) -> int:
 
 @dataclass
 class Operator:
-    """What is known of an operator before its arguments."""
+    """Facts about an operator that do not depend on its arguments."""
 
     name: str  # "aten.mm"
     base: str  # "mm"
@@ -132,7 +136,8 @@ def _freeze(value):
 
 
 def _full_heads(args: tuple, backward: bool) -> tuple:
-    """Grouped key/value heads count as if repeated: the formula asks for equal head counts, the products are the same."""
+    """Grouped key/value heads count as if repeated: the formula asks for equal head counts, the products are the
+    same."""
     first = 1 if backward else 0
     query, key, value = args[first : first + 3]
     heads = query.shape[1]
@@ -173,8 +178,8 @@ def flops(operator: Operator, args: tuple, kwargs: dict, out) -> int:
 
 
 def arithmetic_dtype(inputs: list, outputs: list) -> str:
-    """That of the floating input with the most elements (statistics and scalars do not decide); without one of such an output; else the
-    first tensor's."""
+    """That of the floating input with the most elements (statistics and scalars do not decide); without one of such an
+    output; else the first tensor's."""
     for tensors in (inputs, outputs):
         floating = [t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
         if floating:
@@ -218,7 +223,9 @@ def bytes_moved(operator: Operator, args: tuple, read: int, written: int) -> tup
     if not operator.declared:
         return read, written
     cost = declared_cost(args)
-    return (read if cost.bytes_read is None else cost.bytes_read), (written if cost.bytes_written is None else cost.bytes_written)
+    return (read if cost.bytes_read is None else cost.bytes_read), (
+        written if cost.bytes_written is None else cost.bytes_written
+    )
 
 
 def written_arguments(operator: Operator, args: tuple, kwargs: dict) -> list[torch.Tensor]:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments at which a module's input gradients are done, put into a backward that was recorded without the functions that tell them.
+"""Moments at which a module's input gradients are done, put into a backward that was recorded without the functions
+that tell them.
 
-[Note: two recordings]
-An identity function on a module's inputs adds up what the module's own uses of an input send back, before the caller's other uses join. Without it
-the autograd engine adds all of them up as they come. Where an input is used twice inside a module and again outside, that makes a
-different sum, and sometimes one temporary more. The unsharded step has no such functions (and FSDP has them on its units only), so then a second
-recording without them gives operators and storages, and the first only the moments. Everything but the sums happens in the same
-order in both: the moments are placed by it.
+[Note: two recordings] An identity function on a module's inputs adds up what the module's own uses of an input send
+back, before the caller's other uses join. Without it the autograd engine adds all of them up as they come. An input
+that is used twice inside a module and again outside then has a different sum, and sometimes one temporary more. The
+unsharded step has no such functions, and FSDP has them on its units only. So a second recording without them gives
+operators and storages, and the first only the moments. Everything but the sums happens in the same order in both: the
+moments are placed by it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def sums_are_regrouped(loss: torch.Tensor, identity_name: str) -> bool:
 
 
 def _anchor(event: list):
-    """What is the same in both recordings: anything but storages, sums and the moments themselves. Without storage ids."""
+    """The part of an event that is the same in both recordings: anything but storages, sums and the moments themselves.
+    Without storage ids."""
     if event[0] == "op" and event[1] not in _SUMS:
         return tuple(event[1:8])
     if event[0] == "param_grad":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a user's code something went wrong: the module and the line."""
+"""The place of an error in a user's code: the module and the line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def _line(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def place(error: BaseException, root: nn.Module | None) -> str:
-    """' (in blocks.0.router (Router), at model.py:12 `if x.sum() > 0:`)', or what is known of it; '' when nothing is."""
+    """' (in blocks.0.router (Router), at model.py:12 `if x.sum() > 0:`)', or what is known of it; '' when nothing
+    is."""
     frames = _frames(error)
     parts = []
     if root is not None:

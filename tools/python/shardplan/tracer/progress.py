@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tracer says while it works."""
+"""The tracer's messages while it works."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ class Progress:
         """A reader of the trace would not expect this."""
 
     def part(self, done: int, total: int) -> None:
-        """Of what it began last, as much is done."""
+        """Progress of the part that began last."""

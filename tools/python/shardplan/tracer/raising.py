@@ -18,8 +18,8 @@ class Raised(Exception):
 
 @contextlib.contextmanager
 def raising(model: nn.Module, in_forward: str, in_backward: str) -> Iterator[None]:
-    """Inside, the forward of the module `in_forward` raises where it is entered, and a backward of what is computed raises where the gradient of an
-    input of the module `in_backward` is ready. "": none does."""
+    """Inside, the forward of the module `in_forward` raises where it is entered, and a backward of what is computed
+    raises where the gradient of an input of the module `in_backward` is ready. "": none does."""
 
     def enter(_module, _args, _kwargs) -> None:
         raise Raised
@@ -31,7 +31,9 @@ def raising(model: nn.Module, in_forward: str, in_backward: str) -> Iterator[Non
                 return
 
     handles = [
-        model.get_submodule(fqn).register_forward_pre_hook(hook, with_kwargs=True) for fqn, hook in ((in_forward, enter), (in_backward, hook_inputs)) if fqn
+        model.get_submodule(fqn).register_forward_pre_hook(hook, with_kwargs=True)
+        for fqn, hook in ((in_forward, enter), (in_backward, hook_inputs))
+        if fqn
     ]
     try:
         yield

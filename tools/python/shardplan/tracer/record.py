@@ -28,7 +28,8 @@ Loss = Callable[[object], torch.Tensor]
 
 @dataclass
 class Call:
-    """One forward: its inputs, whether autograd records it, and the FQN of the module that is called in place of the root. raises_in,
+    """One forward: its inputs, whether autograd records it, and the FQN of the module that is called in place of the
+    root. raises_in,
     raises_in_backward: FQNs of modules in which it, or its backward, raises (raising.py)."""
 
     args: tuple
@@ -62,7 +63,8 @@ class Step:
 
 
 def default_loss(output) -> torch.Tensor:
-    """A scalar output is the loss; an output with a `loss` gives that; else the sum of every floating output that needs a gradient."""
+    """A scalar output is the loss; an output with a `loss` gives that; else the sum of every floating output that needs
+    a gradient."""
     if isinstance(output, torch.Tensor) and output.dim() == 0:
         return output
     given = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -71,7 +73,8 @@ def default_loss(output) -> torch.Tensor:
     terms = [t.float().sum() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not terms:
         raise TracerError(
-            "the model's output holds no tensor that needs a gradient, so there is no loss to go backward from (--no-loss traces the forward alone)"
+            "the model's output holds no tensor that needs a gradient, so there is no loss to go backward from "
+            "(--no-loss traces the forward alone)"
         )
     total = terms[0]
     for term in terms[1:]:
@@ -91,7 +94,8 @@ def record(
         return _record(step, mark_inputs, answers, progress)
     with torch.compiler.set_stance("force_eager"):  # but for the modules
         progress("compiling")
-        _record_once(step, mark_inputs, answers, progress)  # what compilers leave behind may hold tensors of the step that they see
+        # Compilers may leave tensors behind of the step that they see.
+        _record_once(step, mark_inputs, answers, progress)
         return _record(step, mark_inputs, answers, progress)
 
 
@@ -128,20 +132,24 @@ def _record_placed(step: Step, mark_inputs: bool, answers: Answers | None, progr
 def _record_once(
     step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress, keep_nothing: bool = False
 ) -> tuple[dict, bool]:
-    """The fields, and whether the marks on inputs changed how gradients are summed. `keep_nothing`: forwards alone, for which autograd keeps
-    no tensor."""
+    """The fields, and whether the marks on inputs changed how gradients are summed. `keep_nothing`: forwards alone, for
+    which autograd keeps no tensor."""
     try:
         return _record_passes(step, mark_inputs, answers, progress, keep_nothing)
     except LossRunsBackwards:
         if [len(group.calls) for group in step.groups] != [1]:
-            raise TracerError("a loss that runs backwards of its own is traced alone: one forward of the model, in one step") from None
+            raise TracerError(
+                "a loss that runs backwards of its own is traced alone: one forward of the model, in one step"
+            ) from None
         step.loss_apart = True
         for parameter in step.module.parameters():
             parameter.grad = None
         return _record_passes(step, mark_inputs, answers, progress, keep_nothing)
 
 
-def _record_passes(step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress, keep_nothing: bool) -> tuple[dict, bool]:
+def _record_passes(
+    step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress, keep_nothing: bool
+) -> tuple[dict, bool]:
     tree = step.tree
     fqns = [entry["fqn"] for entry in tree.modules]
     recorder = Recorder(answers, fqns, step.kernels_of, compiles=bool(tree.compiled))
@@ -223,7 +231,8 @@ def _record_group(
         last = position + 1 == len(group.calls)
         with torch.set_grad_enabled(torch.is_grad_enabled() and call.grad), releases.kept_by_autograd(not keep_nothing):
             _forward(step, call, recorder, hooks, calls, outputs, losses if backward else None, last, progress)
-    is_over = step.loss_apart and not getattr(losses[0], "requires_grad", False)  # the loss has run all of its backwards
+    # The loss has run all of its backwards.
+    is_over = step.loss_apart and not getattr(losses[0], "requires_grad", False)
     if not backward or keep_nothing or is_over:
         recorder.phase = "off"
         return
@@ -297,12 +306,13 @@ def _check_loss(loss) -> None:
         raise TracerError(f"the loss must be one number to go backward from; found {found}")
     if not loss.requires_grad:
         raise TracerError(
-            "the loss needs no gradient: no parameter that requires one takes part in it (--no-loss traces the forward alone)"
+            "the loss needs no gradient: no parameter that requires one takes part in it (--no-loss traces the "
+            "forward alone)"
         )
 
 
 def _assign_role(storage: StorageRecord) -> None:
-    """What a storage turned out to be, from where it was born and died."""
+    """Gives a storage its role, by where it was born and died."""
     if storage.event is None:
         return
     if storage.phase == "forward":
@@ -334,8 +344,9 @@ def _name_only_what_is_there(forwards: list[dict], recorder: Recorder) -> None:
 class _DevicelessMode(FakeTensorMode):
     """Asks no device even while torch.cuda says that there is one (user_code.py).
 
-    Every fake tensor refers to its mode, so a copied module would come with a mode of its own. That has copies of the references to storages that the
-    mode remembers, and each reference frees its storage once: twice is a corrupted heap. A copy of a fake tensor is one of the same mode.
+    Every fake tensor refers to its mode, so a copied module would come with a mode of its own. That has copies of the
+    references to storages that the mode remembers, and each reference frees its storage once: twice is a corrupted
+    heap. A copy of a fake tensor is one of the same mode.
     """
 
     def __deepcopy__(self, memo: dict) -> _DevicelessMode:

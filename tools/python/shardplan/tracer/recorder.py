@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dispatch mode that writes down operators and storages in host order.
 
-A storage is followed by a weak reference to its Python object, which torch keeps alive exactly as long as the storage itself: the callback
-is the moment of the free. Ids are given in order of birth.
+A storage is followed by a weak reference to its Python object, which torch keeps alive exactly as long as the storage
+itself: the callback is the moment of the free. Ids are given in order of birth.
 
-[Note: in place on real tensors]
-Two things a backward does in place on real tensors, and out of place on fake ones (tensor subclasses).
-Where a value is used several times the autograd engine adds its gradients: into the first one, when it holds the only reference to it and to
-its storage. (A view keeps the tensor it was made from, a second reference: a gradient that went through a reshape is not added into.)
-And some formulas fill zeros of their own (the gradient of indexing, of a gather, of a top-k).
-A trace shows what real tensors do: when the target dies at once, nobody else held it, so the result is written into the target's storage, and
-neither the birth of the result nor the death of the target is an event.
+[Note: in place on real tensors] Two things a backward does in place on real tensors, and out of place on fake ones
+(tensor subclasses). The autograd engine adds the gradients of a value that is used several times. It adds into the
+first one, if it holds the only reference to it and to its storage. (A view keeps the tensor it was made from, a second
+reference: a gradient that went through a reshape is not added into.) And some formulas fill zeros of their own (the
+gradient of indexing, of a gather, of a top-k). A trace shows what real tensors do. A target that dies at once was held
+by nobody else, so the result is written into its storage. Neither the birth of the result nor the death of the target
+is an event then.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ LOSS = "(loss)"  # what --answer calls the code outside of all modules
 
 
 class Answers:
-    """What a model that reads a tensor's value is told. `scalar`: the value of any tensor asked for while it is not None. `by_module`: by FQN
-    what is read in that module or below it, in order, the last one ever after; of what finds elements, how many it finds."""
+    """Answers to a model that reads a tensor's value. `scalar`: the value of any tensor asked for while it is not
+    None. `by_module`: by FQN what is read in that module or below it, in order, the last one ever after; of what finds
+    elements, how many it finds."""
 
     scalar = None
 
@@ -88,7 +89,13 @@ class Answers:
 class Recorder(TorchDispatchMode):
     """Records while `phase` is one of "forward", "loss", "backward"; with `phase` "off" it only learns storages."""
 
-    def __init__(self, answers: Answers | None = None, fqns: list[str] | None = None, kernels_of: str = "", compiles: bool = False):
+    def __init__(
+        self,
+        answers: Answers | None = None,
+        fqns: list[str] | None = None,
+        kernels_of: str = "",
+        compiles: bool = False,
+    ):
         """compiles: torch.compile works in front of it. Else it runs what is compiled as written."""
         super().__init__()
         self._compiles = compiles
@@ -259,7 +266,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _with_answer(self, func, args: tuple) -> tuple:
-        """The arguments and the result of an operator that depends on values, by the user's answer for them; None: there is none."""
+        """The arguments and the result of an operator that depends on values, by the user's answer for them; None:
+        there is none."""
         if func is aten.index.Tensor:
             return (args[0], self._expanded(args[1])), None
         module = self.current_module()
@@ -387,7 +395,8 @@ class Recorder(TorchDispatchMode):
                 return False
         elif operator.base not in _FILL_ZEROS or self._last_zeros is not record:
             return False
-        # The engine and its formulas call straight from a thread of theirs; code in Python has frames below this one's caller.
+        # The engine and its formulas call straight from a thread of theirs; code in Python has frames below this one's
+        # caller.
         return sys._getframe(2).f_back is None
 
     def _hold(self, operator: Operator, args: tuple, fresh: tuple, module: int) -> None:
@@ -429,8 +438,8 @@ def _as_scalar(value: float, dtype: torch.dtype):
 
 
 def _place_of_random_state(kernels_of: str) -> str:
-    """Of efficient attention (attention.cu): up to 2.11 real CUDA kernels leave it on the host outside of a graph's capture, 2.15 allocates
-    it before the output. Fake ones have it on the device, behind."""
+    """The random state of efficient attention (attention.cu). Real CUDA kernels up to 2.11 leave it on the host outside
+    of a graph's capture; 2.15 allocates it before the output. Fake ones have it on the device, behind."""
     if kernels_of == "fake":
         return "fake"
     release = tuple(int(number) for number in (kernels_of or torch.__version__).split(".")[:2])

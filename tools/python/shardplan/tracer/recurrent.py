@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """nn.LSTM, nn.GRU and nn.RNN as a CUDA device runs them: one cuDNN kernel a call.
 
-The path to it asks the driver for the device before it calls the kernel. Here the kernel is called by its name, with what that path
-gives it (aten/native/cudnn/RNN.cpp of torch 2.11 is the reference), and the shapes of what its backward makes are added, which torch has no
-rule for. What cuDNN keeps for the backward (its reserve) only cuDNN knows: see RESERVED.
+The path to it asks the driver for the device before it calls the kernel. Here the kernel is called by its name, with
+the arguments of that path (reference: aten/native/cudnn/RNN.cpp of torch 2.11). Shapes of its backward's results are
+added, since torch has no rule for them. The size of the reserve, which cuDNN keeps for the backward, only cuDNN knows:
+see RESERVED.
 
 Registered at the AutogradCUDA key, as in attention.py.
 """
@@ -21,8 +22,9 @@ aten = torch.ops.aten
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _GATES = (1, 1, 4, 3)  # by mode
-# Values per step, sample and hidden unit that the backward of a layer needs beside its input: the gates, what a cell adds (an LSTM's state, a
-# GRU's recurrent part of the candidate) and the layer's output. cuDNN keeps at least these.
+# Values per step, sample and hidden unit that the backward of a layer needs beside its input. They are the gates, the
+# cell's own (an LSTM's state, a GRU's recurrent part of the candidate) and the layer's output. cuDNN keeps at least
+# these.
 RESERVED = (1, 1, 6, 5)
 
 
@@ -31,13 +33,13 @@ def _reserve_bytes(mode, hidden, proj, layers, directions, steps, batch, itemsiz
 
 
 def _forward(
-    input, weight, weight_stride0, weight_buf, hx, cx, mode, hidden_size, proj_size, num_layers, batch_first, dropout, train,
-    bidirectional, batch_sizes, dropout_state,
+    input, weight, weight_stride0, weight_buf, hx, cx, mode, hidden_size, proj_size, num_layers, batch_first, dropout,
+    train, bidirectional, batch_sizes, dropout_state,
 ):  # fmt: skip
     output, hy, cy, _, _ = meta._cudnn_rnn(
-        input, weight, weight_stride0, weight_buf, hx, cx, mode, hidden_size, proj_size, num_layers, batch_first, dropout,
-        train, bidirectional, batch_sizes, dropout_state,
-    )  # fmt: skip
+        input, weight, weight_stride0, weight_buf, hx, cx, mode, hidden_size, proj_size, num_layers, batch_first,
+        dropout, train, bidirectional, batch_sizes, dropout_state,
+    )
     directions = 2 if bidirectional else 1
     steps, batch = input.shape[:2] if not batch_first else (input.shape[1], input.shape[0])
     kept = 0
@@ -83,7 +85,8 @@ def _run(kind, input, hx, cx, params, has_biases, num_layers, dropout, train, bi
 
 
 def flops(operator: str, args: tuple) -> int | None:
-    """Of _cudnn_rnn and its backward: the products with the weights; the backward's are twice as many. None: another operator."""
+    """FLOPs of _cudnn_rnn and its backward: the products with the weights, twice as many in the backward. None: another
+    operator."""
     if operator not in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return None
     input, weight = args[0], args[1]
@@ -97,11 +100,15 @@ def device_recurrent() -> Iterator[None]:
     """Inside, recurrent layers on CUDA tensors take the kernel that a device takes."""
 
     def lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first):
-        return _run("lstm", input, hx[0], hx[1], params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        return _run(
+            "lstm", input, hx[0], hx[1], params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )
 
     def plain(kind):
         def run(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first):
-            return _run(kind, input, hx, None, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)[:2]
+            return _run(
+                kind, input, hx, None, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+            )[:2]
 
         return run
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the model's Python lets go of what autograd keeps.
+"""Moments at which the model's Python lets go of tensors that autograd keeps.
 
-A storage that autograd saves lives until the backward, so a recording does not see when nobody else holds it any more. Activation checkpointing
-saves nothing in the first forward: there the storage dies when its last name does, a local variable of the model's own code among them. So the
-forwards are recorded once more with hooks that keep nothing, and the deaths that only that recording has are `release` events of the first.
+A storage that autograd saves lives until the backward, so a recording does not see when nobody else holds it any more.
+Activation checkpointing saves nothing in the first forward: there the storage dies when its last name does, a local
+variable of the model's own code among them. So the forwards are recorded once more with hooks that keep nothing, and
+the deaths that only that recording has are `release` events of the first.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def _gaps(events: list) -> tuple[list, list[list]]:
 
 
 def mark(forwards: list[dict], unkept: list[dict]) -> None:
-    """Puts the releases into `forwards`; `unkept` are the same forwards with nothing kept. Nothing is marked where the two do not run alike (a
-    model that does something else when it is called again)."""
+    """Puts the releases into `forwards`; `unkept` are the same forwards with nothing kept. Nothing is marked where the
+    two do not run alike (a model that does something else when it is called again)."""
     same: dict[int, int] = {}  # storages of `unkept`, as `forwards` call them
     marked = []
     for forward, other in zip(forwards, unkept):
@@ -61,7 +62,9 @@ def _with_releases(events: list, other: list, same: dict[int, int]) -> list | No
         here = [same[storage] for storage in wider if storage in same]
         if not set(gap) <= set(here):
             return None
-        result += [["-" if storage in gap else "release", storage] for storage in here if storage in gap or storage in born]
+        result += [
+            ["-" if storage in gap else "release", storage] for storage in here if storage in gap or storage in born
+        ]
         if index < len(others):
             if others[index][0] == "+":
                 same[again[index][1]] = others[index][1]
@@ -70,7 +73,8 @@ def _with_releases(events: list, other: list, same: dict[int, int]) -> list | No
 
 
 def _shape(event: list) -> tuple:
-    """What is the same in both recordings: anything but the numbers of storages, and the roles that follow from deaths."""
+    """The part of an event that is the same in both recordings: anything but the numbers of storages, and the roles
+    that follow from deaths."""
     if event[0] == "+":
         return "+", event[2], event[4]
     return tuple(event[:8]) if event[0] == "op" else tuple(event[:2])

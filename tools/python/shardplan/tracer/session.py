@@ -41,7 +41,7 @@ _CANNOT_FAKE = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 @dataclass
 class Options:
-    """What the command line asks for."""
+    """Options of the command line."""
 
     batch: int = 1
     seq: int = 2048
@@ -61,14 +61,20 @@ class Options:
     ignore_compile: bool = False  # modules that the model compiles are traced as they are written
     name: str = ""
     mark_inputs: bool = True
-    answers: dict[str, list[float]] = field(default_factory=dict)  # by FQN: the values that a module reads (docs/internals/tracer.md)
-    stand_ins: dict[str, Callable | None] = field(default_factory=dict)  # of functions, by dotted name; None: no shipped one (stand_ins.load)
+    # Values that a module reads, by its FQN (docs/internals/tracer.md).
+    answers: dict[str, list[float]] = field(default_factory=dict)
+    # Functions by dotted name; None: no shipped one (stand_ins.load).
+    stand_ins: dict[str, Callable | None] = field(default_factory=dict)
     keep_output: bool = False  # the training loop keeps a name for the model's output until the backward is over
-    kernels_of: str = ""  # the release whose kernels leave on the host what they do; "": the installed one, "fake": none, as fake tensors have it
+    # The release whose kernels leave tensors on the host; "": the installed one, "fake": none, as with fake tensors.
+    kernels_of: str = ""
 
 
 _READS_VALUE = "the model reads a value of a tensor to decide what to do, and a traced tensor has no values"
-_ANSWER = 'say what it reads with --answer FQN=VALUE, or put a stand-in of the same name in its place (docs/internals/tracer.md, "Values")'
+_ANSWER = (
+    'say what it reads with --answer FQN=VALUE, or put a stand-in of the same name in its place '
+    '(docs/internals/tracer.md, "Values")'
+)
 _STAND_IN = 'put a stand-in of the same name in its place (docs/internals/tracer.md, "Values")'
 
 
@@ -78,7 +84,9 @@ def _recording(options: Options):
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         # torch logs what a fake tensor cannot do with a stack; the error says it.
-        stack.enter_context(unittest.mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        stack.enter_context(
+            unittest.mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        )
         stack.enter_context(stand_ins.standing_in(options.stand_ins))
         stack.enter_context(fake_cuda())
         stack.enter_context(device_attention(options.sdpa))
@@ -111,7 +119,8 @@ def trace_source(source: str, options: Options, progress: Progress = Progress())
 def trace_callable(
     function: Callable, source: str, options: Options, progress: Progress = Progress()
 ) -> dict:
-    """The trace of what `function` returns (see docs/internals/tracer.md); `source` names it. It is called inside the recorder's fake mode."""
+    """The trace of what `function` returns (see docs/internals/tracer.md); `source` names it. It is called inside the
+    recorder's fake mode."""
     with _recording(options), on_a_gpu():
         progress("building the module")
         with torch.enable_grad():
@@ -140,8 +149,9 @@ def trace_groups(
     options: Options | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> dict:
-    """The trace of a module that exists, with a forward or backward pass for each that `groups` asks for, in their order. `prepare` changes
-    the module before, when it is on fake CUDA tensors: makes its parameters distributed ones, say.
+    """The trace of a module that exists, with a forward or backward pass for each that `groups` asks for, in their
+    order. `prepare` changes the module before, when it is on fake CUDA tensors: makes its parameters distributed ones,
+    say.
     """
     options = options or Options()
     with _recording(options):
@@ -159,7 +169,8 @@ def _compute_dtype(module: nn.Module, wanted: str | None) -> torch.dtype:
 
 
 def _tree(module: nn.Module, dtype: torch.dtype, options: Options) -> ModuleTree:
-    """The module tree after the move to fake CUDA tensors of the compute dtype; the document keeps the parameters' own dtype."""
+    """The module tree after the move to fake CUDA tensors of the compute dtype; the document keeps the parameters' own
+    dtype."""
     in_graphs = compiled.prepare(module, options.compile, options.compile_backend, options.ignore_compile)
     own = {fqn: p.dtype for fqn, p in module.named_parameters()}
     move_to_fake_cuda(module, dtype)
@@ -173,7 +184,8 @@ def _tree(module: nn.Module, dtype: torch.dtype, options: Options) -> ModuleTree
 def _trace_example(example: sources.Example, source: str, options: Options, progress: Progress) -> dict:
     if options.loss not in ("default", "none", "sum"):
         raise UsageProblem(
-            f"--loss {options.loss} is for Hugging Face configs; a callable returns its own loss: (module, inputs, loss)"
+            f"--loss {options.loss} is for Hugging Face configs; a callable returns its own loss: (module, inputs, "
+            "loss)"
         )
     groups = [record.Group([record.Call(example.args, example.kwargs)])] * options.steps
     return _trace_groups(example.module, groups, example.loss, source, options, progress)
@@ -209,7 +221,15 @@ def _trace_groups(
     step = record.Step(module, tree, there, loss, inputs, options.keep_output, options.kernels_of)
     tokens = _tokens([tensor for _, tensor in inputs])
     return _document(
-        step, options, Answers(options.answers), progress, options.name or source.rpartition(":")[2], source, dtype, tokens, []
+        step,
+        options,
+        Answers(options.answers),
+        progress,
+        options.name or source.rpartition(":")[2],
+        source,
+        dtype,
+        tokens,
+        [],
     )
 
 
@@ -300,17 +320,21 @@ def _document(
     except Exception as error:
         if ENGINE_WITHOUT_DEVICE in str(error):
             raise EnvironmentProblem(
-                "a backward ran in this process before shardplan.tracer was imported; import it first, or use the command"
+                "a backward ran in this process before shardplan.tracer was imported; import it first, or use the "
+                "command"
             ) from error
         where = place(error, step.module)
         if ".numpy() is not supported" in str(error):
             raise TracerError(f"{_READS_VALUE}{where}: numpy(); {_STAND_IN}") from error
         if isinstance(error, torch.AcceleratorError) or "NVIDIA driver" in str(error):
             raise TracerError(
-                f"an operator asks the CUDA driver before it runs, which a trace cannot answer{where}: {one_line(error)}"
+                f"an operator asks the CUDA driver before it runs, which a trace cannot answer{where}: "
+                f"{one_line(error)}"
             ) from error
         raise TracerError(f"the model failed with its own {type(error).__name__}: {one_line(error)}{where}") from error
-    if uncalled := sorted(name for name, function in options.stand_ins.items() if function is not None and name not in stand_ins.called()):
+    if uncalled := sorted(
+        name for name, function in options.stand_ins.items() if function is not None and name not in stand_ins.called()
+    ):
         raise UsageProblem(f"--stand-in {uncalled[0]}=...: nothing calls this function")
     if unused := sorted(answers.by_module.keys() - answers.used):
         raise UsageProblem(f"--answer {unused[0]}=...: no value is read there")

@@ -23,7 +23,7 @@ from shardplan.tracer.user_code import CudaIsCpu, as_written, weights_left_out
 
 @dataclass
 class Example:
-    """What a callable gave: a module, its inputs, and its loss (None: the default)."""
+    """The result of a callable: a module, its inputs, and its loss (None: the default)."""
 
     module: nn.Module
     args: tuple
@@ -64,7 +64,8 @@ def _call(function: Callable, source: str, batch: int, seq: int):
 
 
 def build(function: Callable, source: str, batch: int, seq: int) -> Example:
-    """Calls the callable on fake CUDA tensors; where it must read values, once more on real CPU ones. Call inside FakeTensorMode."""
+    """Calls the callable on fake CUDA tensors; where it must read values, once more on real CPU ones. Call inside
+    FakeTensorMode."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     def call():
@@ -83,7 +84,9 @@ def build(function: Callable, source: str, batch: int, seq: int) -> Example:
     try:
         made = call()
     except (Exception, SystemExit) as error:
-        raise TracerError(f'calling "{source}" failed: {type(error).__name__}: {one_line(error)}{place(error, None)}') from error
+        raise TracerError(
+            f'calling "{source}" failed: {type(error).__name__}: {one_line(error)}{place(error, None)}'
+        ) from error
     return _example(made, source, batch, seq)
 
 
@@ -97,7 +100,8 @@ def _example(made, source: str, batch: int, seq: int) -> Example:
         module, inputs, loss = (*made, None, None)[:3]
     if not isinstance(module, nn.Module):
         raise TracerError(
-            f'"{source}" returned a {type(made).__name__}; expected a torch.nn.Module or a tuple (module, inputs[, loss])'
+            f'"{source}" returned a {type(made).__name__}; expected a torch.nn.Module or a tuple (module, inputs[, '
+            'loss])'
         )
     if loss is not None and not callable(loss):
         raise TracerError(

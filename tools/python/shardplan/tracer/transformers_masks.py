@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' models make a mask for fake tensors, which they take for a graph capture, and attend by another kernel then. A traced one goes the way of a real step."""
+"""transformers' models make a mask for fake tensors, which they take for a graph capture, and attend by another kernel
+then. A traced one goes the way of a real step."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ from collections.abc import Callable, Iterator
 
 from shardplan.tracer.recorder import Answers
 
-# Functions of masking_utils that read values of a mask, or of positions. Models of encoders and decoders make a mask of ones by themselves.
+# Functions of masking_utils that read values of a mask, or of positions. Models of encoders and decoders make a mask of
+# ones by themselves.
 _READ_MASKS = ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 @contextlib.contextmanager
 def as_in_a_step(answers: Answers) -> Iterator[None]:
-    """Inside, transformers sees a step with one sequence in each row: where it reads a value to choose its way, no padding and no packed sequences. It
-    does not count tokens that stand for images."""
+    """Inside, transformers sees a step with one sequence in each row: where it reads a value to choose its way, no
+    padding and no packed sequences. It does not count tokens that stand for images."""
     masking = sys.modules.get("transformers.masking_utils")  # every model of transformers has imported it
     if masking is None:
         yield

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user's code finds while it builds and runs a model in front of the recorder: a machine with a GPU.
+"""The machine that a user's code finds while it builds and runs a model in front of the recorder: one with a GPU.
 
-Code that is written for a GPU asks whether there is one, takes device 0, moves its modules there, casts them, compiles them. None of that has to
-be taken out for a trace.
+Code that is written for a GPU asks whether there is one, takes device 0, moves its modules there, casts them, compiles
+them. None of that has to be taken out for a trace.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _nothing(*_args, **_kwargs) -> None:
     return None
 
 
-# What torch.cuda answers without its driver.
+# Answers of torch.cuda without its driver.
 _ANSWERS = {
     "is_available": lambda: True,
     "device_count": lambda: 1,
@@ -63,7 +63,8 @@ _ANSWERS = {
 
 
 def _replace(module: nn.Module, function: Callable, recurse: bool, made: dict) -> nn.Module:
-    """nn.Module._apply, with new parameters in place of changed ones: fake tensors cannot change their device, and others refer to them."""
+    """nn.Module._apply, with new parameters in place of changed ones: fake tensors cannot change their device, and
+    others refer to them."""
     if recurse:
         for child in module.children():
             child._apply(function)
@@ -91,8 +92,8 @@ def _replace(module: nn.Module, function: Callable, recurse: bool, made: dict) -
 
 @contextlib.contextmanager
 def _replacing_parameters() -> Iterator[None]:
-    """Inside, Module.to, cuda, half, to_empty and the like work on fake tensors. A tie stays a tie: what is made of a tensor is kept for the
-    outermost call."""
+    """Inside, Module.to, cuda, half, to_empty and the like work on fake tensors. A tie stays a tie: what is made of a
+    tensor is kept for the outermost call."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     depth = 0
 
@@ -112,7 +113,8 @@ def _replacing_parameters() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """Inside FakeTensorMode: code for a GPU runs as on one, and what is compiled runs as written (but modules in front of the recorder: compiled.py)."""
+    """Inside FakeTensorMode: code for a GPU runs as on one, and what is compiled runs as written (but modules in front
+    of the recorder: compiled.py)."""
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():
             for name, answer in _ANSWERS.items():
@@ -129,7 +131,11 @@ def _built_without_weights(cls, name=None, *_arguments, config=None, **options):
 
     if config is None or isinstance(config, (str, os.PathLike)):
         config = cls.config_class.from_pretrained(config or name)
-    wanted = {key: options[key] for key in ("dtype", "torch_dtype", "attn_implementation") if options.get(key) not in (None, "auto")}
+    wanted = {
+        key: options[key]
+        for key in ("dtype", "torch_dtype", "attn_implementation")
+        if options.get(key) not in (None, "auto")
+    }
     with no_init_weights():
         model = cls._from_config(config, **wanted)
     model.tie_weights()
@@ -143,12 +149,15 @@ def weights_left_out() -> Iterator[bool]:
     if transformers is None:
         yield False
         return
-    with unittest.mock.patch.object(transformers.PreTrainedModel, "from_pretrained", classmethod(_built_without_weights)):
+    with unittest.mock.patch.object(
+        transformers.PreTrainedModel, "from_pretrained", classmethod(_built_without_weights)
+    ):
         yield True
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Inside, what asks for a CUDA device gets the CPU: for a model that is built on real tensors where there is no GPU."""
+    """Inside, what asks for a CUDA device gets the CPU: for a model that is built on real tensors where there is no
+    GPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -158,8 +167,9 @@ class CudaIsCpu(TorchFunctionMode):
 
 
 class LabelsOnDevice(TorchFunctionMode):
-    """Inside, an operator that gets tensors of the fake CUDA device and of the CPU gets all of them from the device: the labels of a loss that makes
-    them where it runs. Each is moved once and kept, as what a batch holds. Numbers (tensors of no dimension) stay where they are."""
+    """Inside, an operator that gets tensors of the fake CUDA device and of the CPU gets all of them from the device:
+    the labels of a loss that makes them where it runs. Each is moved once and kept, as what a batch holds. Numbers
+    (tensors of no dimension) stay where they are."""
 
     def __init__(self, unrecorded: Callable[[], contextlib.AbstractContextManager]):
         super().__init__()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First on the PYTHONPATH of a rehearsed command: every Python process of it runs this before its own code. Without torch it costs a dictionary look-up an import."""
+"""First on the PYTHONPATH of a rehearsed command: every Python process of it runs this before its own code. Without
+torch it costs a dictionary look-up an import."""
 
 import os
 import sys

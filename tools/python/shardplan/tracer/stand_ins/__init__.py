@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions whose kernels a fake tensor cannot run, and what stands in for them while a model is traced: `standing_in`.
 
-`SHIPPED` has those of common libraries. They need not be installed: a library that is not there is a module of its stand-ins alone as long as the trace
-goes on. The user's own (--stand-in) are added, or replace them.
+`SHIPPED` has those of common libraries. They need not be installed: a library that is not there is a module of its
+stand-ins alone as long as the trace goes on. The user's own (--stand-in) are added, or replace them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHIPPED: dict[str, Callable] = {
     "fla.ops.kda.chunk_kda": fla.chunk_kda,
 }
 
-# What models import beside those, for generation, which no training step calls: in libraries that are not here.
+# Functions for generation that models import beside those, of libraries that are not here. No training step calls them.
 _FOR_GENERATION = (
     "causal_conv1d.causal_conv1d_update",
     "mamba_ssm.ops.triton.selective_state_update.selective_state_update",
@@ -49,7 +49,8 @@ _FOR_GENERATION = (
 
 
 def load(texts: list[str]) -> dict[str, Callable | None]:
-    """The user's own, each "package.module.function=FILE:callable"; "=none" takes a shipped one away. Raises TracerError."""
+    """The user's own, each "package.module.function=FILE:callable"; "=none" takes a shipped one away. Raises
+    TracerError."""
     own: dict[str, Callable | None] = {}
     for text in texts:
         name, function = _loaded(text)
@@ -64,7 +65,9 @@ def _loaded(text: str) -> tuple[str, Callable | None]:
     path, _, attribute = place.rpartition(":")
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))
     if not equals or not dotted or not (place == "none" or (path and attribute)):
-        raise UsageProblem(f"--stand-in {text}: expected package.module.function=FILE:callable, or package.module.function=none")
+        raise UsageProblem(
+            f"--stand-in {text}: expected package.module.function=FILE:callable, or package.module.function=none"
+        )
     if place == "none":
         if name not in SHIPPED:
             raise UsageProblem(f"--stand-in {text}: nothing stands in for {name}; what does: {', '.join(SHIPPED)}")
@@ -74,11 +77,14 @@ def _loaded(text: str) -> tuple[str, Callable | None]:
 
 def _callable_in(path: Path, attribute: str, text: str) -> Callable:
     if not path.is_file():
-        raise TracerError(f"--stand-in {text}: {path}: {'no such file' if not path.exists() else 'a folder; expected a Python file'}")
+        raise TracerError(
+            f"--stand-in {text}: {path}: {'no such file' if not path.exists() else 'a folder; expected a Python file'}"
+        )
     name = f"shardplan_stand_in_{path.stem}"
     loader = importlib.machinery.SourceFileLoader(name, str(path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-    sys.modules[name] = module  # where dataclasses look; not for longer: what the file imported is not to be replaced in it
+    # dataclasses look there; not for longer: what the file imported is not to be replaced in it.
+    sys.modules[name] = module
     try:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -87,7 +93,11 @@ def _callable_in(path: Path, attribute: str, text: str) -> Callable:
         del sys.modules[name]
     found = getattr(module, attribute, None)
     if not callable(found):
-        own = [key for key, value in vars(module).items() if isinstance(value, types.FunctionType) and value.__module__ == name]
+        own = [
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, types.FunctionType) and value.__module__ == name
+        ]
         raise TracerError(f"--stand-in {text}: {path} has no callable {attribute}; it has {', '.join(own) or 'none'}")
     return found
 
@@ -110,12 +120,14 @@ def _called_by(name: str, place: str, function: Callable) -> Callable:
         try:
             return function(*arguments, **options)
         except _MISTAKES as error:
-            raise TracerError(f"the stand-in for {name}, {place}, failed: {type(error).__name__}: {one_line(error)}") from error
+            raise TracerError(
+                f"the stand-in for {name}, {place}, failed: {type(error).__name__}: {one_line(error)}"
+            ) from error
 
     return called
 
 
-# What Python raises; torch's errors are RuntimeErrors, and the session knows what to say of them.
+# Python's own errors; torch's are RuntimeErrors, and the session knows what to say of them.
 _MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
 
 
@@ -139,20 +151,28 @@ def _observed(name: str, function: Callable, called: list[str]) -> Callable:
 
 def _refused(name: str) -> Callable:
     def refused(*_arguments, **_options):
-        raise TracerError(f"the model calls {name}, which is for generation and has no stand-in; --stand-in {name}=FILE:callable gives one")
+        raise TracerError(
+            f"the model calls {name}, which is for generation and has no stand-in; --stand-in {name}=FILE:callable "
+            "gives one"
+        )
 
     return refused
 
 
 @contextlib.contextmanager
 def standing_in(own: dict[str, Callable | None]) -> Iterator[None]:
-    """Inside, the table's functions are their stand-ins, wherever they were imported. Entered again inside, nothing changes."""
+    """Inside, the table's functions are their stand-ins, wherever they were imported. Entered again inside, nothing
+    changes."""
     global _active
     if _active is not None:
         yield
         return
     _active = []
-    table = {name: _observed(name, function, _active) for name, function in {**SHIPPED, **own}.items() if function is not None}
+    table = {
+        name: _observed(name, function, _active)
+        for name, function in {**SHIPPED, **own}.items()
+        if function is not None
+    }
     try:
         with contextlib.ExitStack() as stack:
             for name, function in table.items():
@@ -174,21 +194,29 @@ def _replaced(name: str, function: Callable, required: bool) -> Iterator[None]:
         if owner is None:
             owner = stack.enter_context(_absent_module(name.rpartition(".")[0]))
         original = getattr(owner, attribute, None)
-        stack.enter_context(unittest.mock.patch.object(owner, attribute, _as_in(owner, attribute, function), create=True))
+        stack.enter_context(
+            unittest.mock.patch.object(owner, attribute, _as_in(owner, attribute, function), create=True)
+        )
         for module in list(sys.modules.values()) if original is not None else ():
-            for known in [key for key, value in list(vars(module).items()) if value is original] if isinstance(module, types.ModuleType) else ():
+            for known in (
+                [key for key, value in list(vars(module).items()) if value is original]
+                if isinstance(module, types.ModuleType)
+                else ()
+            ):
                 stack.enter_context(unittest.mock.patch.object(module, known, function))
         yield
 
 
 def _as_in(owner: object, attribute: str, function: Callable) -> object:
-    """The function as the class holds what it replaces: of a method it gets the object first, of a class method the class."""
+    """The function as the class holds what it replaces: of a method it gets the object first, of a class method the
+    class."""
     held = inspect.getattr_static(owner, attribute, None) if isinstance(owner, type) else None
     return type(held)(function) if isinstance(held, (staticmethod, classmethod)) else function
 
 
 def _owner(name: str, required: bool) -> tuple[object | None, str]:
-    """The module or class that holds the function, None: its library is not here, or cannot be imported here; and the function's name in it."""
+    """The module or class that holds the function, None: its library is not here, or cannot be imported here; and the
+    function's name in it."""
     path, _, attribute = name.rpartition(".")
     library, parts, reason = path.partition(".")[0], path.split("."), ""
     if library not in sys.modules and importlib.util.find_spec(library) is None:
@@ -243,8 +271,9 @@ def _importable(name: str) -> types.ModuleType | None:
 
 @contextlib.contextmanager
 def _in_transformers(table: dict[str, Callable]) -> Iterator[None]:
-    """transformers binds a kernel, or its own fallback, when it imports a model (use_kernel_func_from_hub_with_fallback). Models that were imported
-    before get the stand-in for as long as the trace goes on; those that it imports give theirs back."""
+    """transformers binds a kernel, or its own fallback, when it imports a model
+    (use_kernel_func_from_hub_with_fallback). Models that were imported before get the stand-in for as long as the trace
+    goes on; those that it imports give theirs back."""
     by_function = {(name.partition(".")[0], name.rpartition(".")[2]): function for name, function in table.items()}
     before = {id(wrapper): (wrapper, _bound(wrapper)) for wrapper in _wrappers()}
     for wrapper, bound in before.values():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""causal_conv1d 1.6.1: a depthwise convolution over the past, and its SiLU, in one kernel (causal_conv1d/causal_conv1d_interface.py, cpp_functions.py)."""
+"""causal_conv1d 1.6.1: a depthwise convolution over the past, and its SiLU, in one kernel
+(causal_conv1d/causal_conv1d_interface.py, cpp_functions.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from shardplan.tracer.stand_ins.launch import launch
 def forward_kernel(x, weight, bias, seq_idx, initial_states, final_states, silu: bool) -> Tensor:
     out = torch.empty_like(x)
     reads = [x, weight, bias, seq_idx, initial_states]
-    launch("causal_conv1d::causal_conv1d_fwd", reads, [out, final_states], 2 * x.numel() * weight.shape[-1], torch.float32)
+    launch(
+        "causal_conv1d::causal_conv1d_fwd", reads, [out, final_states], 2 * x.numel() * weight.shape[-1], torch.float32
+    )
     return out
 
 
@@ -42,7 +45,9 @@ class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, seq_idx, initial_states, return_final_states, activation):
         x = dense(x)
-        final = x.new_empty(x.shape[0], weight.shape[1] - 1, x.shape[1]).transpose(1, 2) if return_final_states else None
+        final = (
+            x.new_empty(x.shape[0], weight.shape[1] - 1, x.shape[1]).transpose(1, 2) if return_final_states else None
+        )
         ctx.silu = activation in ("silu", "swish")
         out = forward_kernel(x, weight, bias, seq_idx, initial_states, final, ctx.silu)
         ctx.save_for_backward(x, weight, bias, seq_idx, initial_states)
@@ -51,13 +56,22 @@ class _Conv(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, *dfinal):
         x, weight, bias, seq_idx, initial_states = ctx.saved_tensors
-        given = backward_kernel(x, weight, bias, dense(dout), seq_idx, initial_states, (*dfinal, None)[0], None, ctx.silu)
+        given = backward_kernel(
+            x, weight, bias, dense(dout), seq_idx, initial_states, (*dfinal, None)[0], None, ctx.silu
+        )
         dx, dweight, dbias, dinitial = given
         return dx, dweight, dbias, None, dinitial, None, None
 
 
 def causal_conv1d_fn(
-    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None, activation=None
+    x,
+    weight,
+    bias=None,
+    seq_idx=None,
+    initial_states=None,
+    return_final_states=False,
+    final_states_out=None,
+    activation=None,
 ):
     """x: (batch, channels, length), weight: (channels, width)."""
     return _Conv.apply(x, weight, bias, seq_idx, initial_states, return_final_states, activation)

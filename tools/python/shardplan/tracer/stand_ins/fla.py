@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash-linear-attention 0.5.2: the gated delta rule in chunks (fla/ops/gated_delta_rule) and Kimi delta attention (fla/ops/kda), kernel by kernel.
+"""flash-linear-attention 0.5.2: the gated delta rule in chunks (fla/ops/gated_delta_rule) and Kimi delta attention
+(fla/ops/kda), kernel by kernel.
 
-Letters are the library's: B batch, T tokens, H heads of keys, HV heads of values, K and V a head's widths, BT tokens of a chunk, NT chunks.
+Letters are the library's: B batch, T tokens, H heads of keys, HV heads of values, K and V a head's widths, BT tokens of
+a chunk, NT chunks.
 """
 
 from __future__ import annotations
@@ -32,11 +34,19 @@ class _Sizes(NamedTuple):
         return math.ceil(self.T / self.BT)
 
     def products(self, states: int = 0, keys: int = 0, values: int = 0, scores: int = 0) -> int:
-        """FLOPs of so many products of all tokens with states (K V), within chunks with keys (BT K) and values (BT V), and of scores with scores."""
-        return 2 * self.B * self.T * self.HV * (states * self.K * self.V + self.BT * (keys * self.K + values * self.V + scores * self.BT))
+        """FLOPs of so many products of all tokens with states (K V), within chunks with keys (BT K) and values (BT V),
+        and of scores with scores."""
+        return (
+            2
+            * self.B
+            * self.T
+            * self.HV
+            * (states * self.K * self.V + self.BT * (keys * self.K + values * self.V + scores * self.BT))
+        )
 
     def solve(self) -> int:
-        """FLOPs of the inverses of the unit triangles, by blocks: one that is d below the diagonal takes d + 1 products. BT^3 / 2 each for BT = 64."""
+        """FLOPs of the inverses of the unit triangles, by blocks: one that is d below the diagonal takes d + 1
+        products. BT^3 / 2 each for BT = 64."""
         blocks = self.BT // _SUBCHUNK
         return self.B * self.NT * self.HV * 2 * _SUBCHUNK**3 * sum((blocks - d) * (d + 1) for d in range(1, blocks))
 
@@ -81,7 +91,13 @@ def _states(k, w, u, g, initial_state, final: bool, s: _Sizes) -> tuple[Tensor, 
     h = _made(k, s.B, s.NT, s.HV, s.K, s.V, dtype=None)
     last = torch.zeros(s.B, s.HV, s.K, s.V, dtype=torch.float32, device=k.device) if final else None
     v_new = torch.empty_like(u)
-    launch("fla::chunk_gated_delta_rule_fwd_h", [k, u, w, g, initial_state], [h, v_new, last], s.products(states=2), k.dtype)
+    launch(
+        "fla::chunk_gated_delta_rule_fwd_h",
+        [k, u, w, g, initial_state],
+        [h, v_new, last],
+        s.products(states=2),
+        k.dtype,
+    )
     return h, v_new, last
 
 
@@ -89,7 +105,13 @@ def _states_backward(q, k, w, g, initial_state, dlast, do, dv, s: _Sizes) -> tup
     dh = _made(q, s.B, s.NT, s.HV, s.K, s.V, dtype=None)
     dinitial = None if initial_state is None else torch.empty_like(initial_state, dtype=torch.float32)
     made = torch.empty_like(dv)
-    launch("fla::chunk_gated_delta_rule_bwd_dhu", [q, k, w, g, dlast, do, dv], [dh, dinitial, made], s.products(states=3), q.dtype)
+    launch(
+        "fla::chunk_gated_delta_rule_bwd_dhu",
+        [q, k, w, g, dlast, do, dv],
+        [dh, dinitial, made],
+        s.products(states=3),
+        q.dtype,
+    )
     return dh, dinitial, made
 
 
@@ -99,7 +121,8 @@ def _by_keys(gradient: Tensor, s: _Sizes) -> Tensor:
 
 
 class _Preparation:
-    """What both functions do before their chunks: arguments without gaps, norms of queries and keys, sigmoid of beta."""
+    """Work of both functions before their chunks: arguments without gaps, norms of queries and keys, sigmoid of
+    beta."""
 
     def __init__(self, q, k, v, g, beta, norm: bool, sigmoid: bool):
         q, k, self.v, self.g, self.raw_beta = (t.contiguous() for t in (q, k, v, g, beta))
@@ -144,7 +167,9 @@ class _GatedDeltaRule(torch.autograd.Function):
         ctx.gated = gated
         sums = _cumulated(given.g, A_log, dt_bias) if gated else _cumulated(given.g)
         A = torch.zeros(s.B, s.T, s.HV, s.BT, dtype=k.dtype, device=k.device)
-        launch("fla::chunk_gated_delta_rule_fwd_kkt_solve", [k, sums, beta], [A], s.products(keys=1) + s.solve(), k.dtype)
+        launch(
+            "fla::chunk_gated_delta_rule_fwd_kkt_solve", [k, sums, beta], [A], s.products(keys=1) + s.solve(), k.dtype
+        )
         w, u = _transformed(k, v, beta, A, sums, s)
         h, v_new, last = _states(k, w, u, sums, initial_state, final, s)
         o = torch.empty_like(v_new)
@@ -165,9 +190,18 @@ class _GatedDeltaRule(torch.autograd.Function):
         dq, dk = (_made(k, s.B, s.T, s.HV, s.K, dtype=None) for _ in range(2))
         parts = _made(k, math.ceil(s.K / _WIDE), *sums.shape)
         dw = torch.empty_like(w)
-        launch("fla::chunk_bwd_dqkwg", [q, k, v_new, h, sums, do, dh, w, dv], [dq, dk, parts, dw], s.products(states=3, keys=2, values=1), q.dtype)
+        launch(
+            "fla::chunk_bwd_dqkwg",
+            [q, k, v_new, h, sums, do, dh, w, dv],
+            [dq, dk, parts, dw],
+            s.products(states=3, keys=2, values=1),
+            q.dtype,
+        )
         dq, dk, dg = _by_keys(dq, s), _by_keys(dk, s), parts.sum(0)
-        dk2, dv2, dg2, dbeta = _made(k, s.B, s.T, s.HV, s.K, dtype=None), torch.empty_like(v), torch.empty_like(sums), torch.empty_like(beta)
+        dk2, dv2, dg2, dbeta = (
+            _made(k, s.B, s.T, s.HV, s.K, dtype=None), torch.empty_like(v), torch.empty_like(sums),
+            torch.empty_like(beta),
+        )
         of_solve = s.products(keys=5, values=2, scores=2)
         launch("fla::prepare_wy_repr_bwd", [k, v, beta, sums, A, dw, dv], [dk2, dv2, dbeta, dg2], of_solve, k.dtype)
         dk.add_(_by_keys(dk2, s))
@@ -181,14 +215,16 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 
 def chunk_gated_delta_rule(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs,
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
+    chunk_indices=None, cp_context=None, **kwargs,
 ):  # fmt: skip
     """q, k: (B, T, H, K); v: (B, T, HV, V); g, beta: (B, T, HV)."""
     return _GatedDeltaRule.apply(
         q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        kwargs.get("use_gate_in_kernel", False), kwargs.get("A_log"), kwargs.get("dt_bias"), kwargs.get("chunk_size", 64),
-    )  # fmt: skip
+        kwargs.get("use_gate_in_kernel", False), kwargs.get("A_log"), kwargs.get("dt_bias"),
+        kwargs.get("chunk_size", 64),
+    )
 
 
 # ---- Kimi delta attention: a decay for each key's channel ----
@@ -214,7 +250,9 @@ class _KimiDelta(torch.autograd.Function):
         Akk = torch.zeros(s.B, s.T, s.HV, s.BT, dtype=k.dtype, device=k.device)
         diagonal = _made(k, s.B, s.T, s.HV, min(_SUBCHUNK, s.BT))
         of_diagonal = s.products(keys=2) * diagonal.shape[-1] // s.BT  # sums, not products of matrices
-        launch("fla::chunk_kda_fwd_intra_token_parallel", [q, k, sums, beta], [Aqk, diagonal], of_diagonal, torch.float32)
+        launch(
+            "fla::chunk_kda_fwd_intra_token_parallel", [q, k, sums, beta], [Aqk, diagonal], of_diagonal, torch.float32
+        )
         of_rest = s.products(keys=2) - of_diagonal + s.solve()
         launch("fla::chunk_kda_fwd_inter_solve_fused", [q, k, sums, beta, diagonal], [Aqk, Akk], of_rest, torch.float32)
         w, u, qg, kg = _transformed_by_channel(k, v, beta, Akk, sums, q if keep else None, s)
@@ -242,8 +280,17 @@ class _KimiDelta(torch.autograd.Function):
         dv2 = torch.empty_like(v)
         dg, dbeta, dAkk = (torch.empty_like(t, dtype=torch.float32) for t in (sums, beta, Akk))
         reads = [q, k, v, v_new, sums, beta, Akk, h, do, dh, dv]
-        launch("fla::chunk_kda_bwd_wy_dqkg_fused", reads, [dq, dk, dv2, dg, dbeta, dAkk], s.products(states=3, keys=2, values=2, scores=2), q.dtype)
-        dq2, dk2, parts, dg2 = torch.empty_like(dq), torch.empty_like(dk), _made(k, math.ceil(s.K / _NARROW), *beta.shape), torch.empty_like(dg)
+        launch(
+            "fla::chunk_kda_bwd_wy_dqkg_fused",
+            reads,
+            [dq, dk, dv2, dg, dbeta, dAkk],
+            s.products(states=3, keys=2, values=2, scores=2),
+            q.dtype,
+        )
+        dq2, dk2, parts, dg2 = (
+            torch.empty_like(dq), torch.empty_like(dk), _made(k, math.ceil(s.K / _NARROW), *beta.shape),
+            torch.empty_like(dg),
+        )
         reads = [q, k, sums, beta, dAqk, dAkk, dq, dk, dg]
         launch("fla::chunk_kda_bwd_intra", reads, [dq2, dk2, parts, dg2], s.products(keys=4), torch.float32)
         dbeta = parts.sum(0).add_(dbeta)
@@ -256,12 +303,14 @@ class _KimiDelta(torch.autograd.Function):
 
 
 def chunk_kda(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None, disable_recompute=False,
-    return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, **kwargs,
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
+    lower_bound=None, disable_recompute=False, return_intermediate_states=False, state_v_first=False, cu_seqlens=None,
+    cu_seqlens_cpu=None, cp_context=None, **kwargs,
 ):  # fmt: skip
     """q, k: (B, T, H, K); v: (B, T, HV, V); g: (B, T, HV, K); beta: (B, T, HV)."""
     return _KimiDelta.apply(
-        q, k, v, g, beta, kwargs.get("A_log"), kwargs.get("dt_bias"), initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, disable_recompute, kwargs.get("chunk_size", 64),
-    )  # fmt: skip
+        q, k, v, g, beta, kwargs.get("A_log"), kwargs.get("dt_bias"), initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, disable_recompute,
+        kwargs.get("chunk_size", 64),
+    )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that compute nothing and say what they cost: `launch`, and `Kernel` for a function that is one kernel each way.
+"""Kernels that compute nothing and say what they cost: `launch`, and `Kernel` for a function that is one kernel each
+way.
 
-A kernel is an operator of its own name, "library::kernel" as torch writes it. The name decides at which rate its FLOPs run
-(import_profile/operator_classes.json). Its outputs are allocated before it (torch.empty), as the code around a real kernel does; so births and deaths
-of tensors are those of that code.
+A kernel is an operator of its own name, "library::kernel" as torch writes it. The name decides at which rate its FLOPs
+run (import_profile/operator_classes.json). Its outputs are allocated before it (torch.empty), as the code around a real
+kernel does; so births and deaths of tensors are those of that code.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.places import one_line
 
-_SCHEMA = "(Tensor[] reads, Tensor(a!)[] writes, int flops, ScalarType? dtype, int? bytes_read, int? bytes_written) -> ()"
+_SCHEMA = (
+    "(Tensor[] reads, Tensor(a!)[] writes, int flops, ScalarType? dtype, int? bytes_read, int? bytes_written) -> ()"
+)
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*", re.ASCII)
 _operators: dict[object, torch.library.Library] = {}  # and the library that keeps each registered
 
@@ -53,7 +56,9 @@ def _operator(name: str):
         library.define(base + _SCHEMA)
         library.impl(base, lambda *_: None, "Meta")  # there is no other: on real tensors it fails
     except RuntimeError as error:
-        raise TracerError(f'a stand-in launches a kernel called "{name}", which torch refuses: {one_line(error)}') from error
+        raise TracerError(
+            f'a stand-in launches a kernel called "{name}", which torch refuses: {one_line(error)}'
+        ) from error
     operator = getattr(getattr(torch.ops, namespace), base).default
     _operators[operator] = library
     return operator
@@ -70,7 +75,8 @@ def launch(
 ) -> None:
     """One kernel, "library::kernel". Call it where autograd records nothing: in an autograd.Function, or under no_grad.
 
-    dtype: of the arithmetic; None: of the floating tensor with the most elements that it reads. Bytes: None: what the tensors make, each touched once.
+    dtype: of the arithmetic; None: of the floating tensor with the most elements that it reads. Bytes: None: what the
+    tensors make, each touched once.
     """
     present = ([tensor for tensor in tensors if tensor is not None] for tensors in (reads, writes))
     _operator(name)(*present, flops, dtype, bytes_read, bytes_written)
@@ -78,8 +84,8 @@ def launch(
 
 @dataclass
 class Kernel:
-    """What a stand-in returns for a function that is one kernel forward and one, `name`_backward, backward. Sizes are in bytes; None: what the tensors
-    make, each touched once."""
+    """The result of a stand-in for a function that is one kernel forward and one, `name`_backward, backward. Sizes are
+    in bytes; None: what the tensors make, each touched once."""
 
     outputs: object  # what the function returns: tensors that the stand-in made (x.new_empty(...)), or a nest of them
     saved: Sequence[Tensor] = ()  # for the backward: inputs, outputs, and others that the stand-in made
@@ -92,22 +98,33 @@ class Kernel:
     backward_bytes_written: int | None = None
     name: str | None = None  # "library::kernel"; None: after the function
     dtype: torch.dtype | None = None  # of the arithmetic; None: of the floating tensor with the most elements
-    inputs: Sequence[Tensor] | None = None  # what the forward reads; None: the tensors among the arguments, and parameters of modules among them
+    # Read by the forward; None: the tensors among the arguments, and parameters of modules among them.
+    inputs: Sequence[Tensor] | None = None
 
     def problem(self, inputs: Sequence[object]) -> str:
-        """What is wrong with it, "" if nothing is."""
+        """The mistake in it; "" if there is none."""
         outputs = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
         if not outputs:
             return "outputs without a tensor; expected tensors made of an argument, as x.new_empty(...)"
-        for field, tensors in (("inputs", inputs), ("outputs", outputs), ("saved", self.saved), ("temporaries", self.temporaries)):
+        for field, tensors in (
+            ("inputs", inputs),
+            ("outputs", outputs),
+            ("saved", self.saved),
+            ("temporaries", self.temporaries),
+        ):
             if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
                 return f"{field} of type {type_name(tensors)}; expected a list or tuple of tensors"
             for tensor in tensors:
                 if not isinstance(tensor, Tensor):
                     return f"{field} with an element of type {type_name(tensor)}; expected tensors"
                 if field != "inputs" and tensor.device.type != "cuda":
-                    return f"{field} with a tensor on {tensor.device}; expected them on the arguments' device, as x.new_empty(...)"
-        for field in ("flops", "bytes_read", "bytes_written", "backward_flops", "backward_bytes_read", "backward_bytes_written"):
+                    return (
+                        f"{field} with a tensor on {tensor.device}; expected them on the arguments' device, as "
+                        "x.new_empty(...)"
+                    )
+        for field in (
+            "flops", "bytes_read", "bytes_written", "backward_flops", "backward_bytes_read", "backward_bytes_written",
+        ):
             value = getattr(self, field)
             if value is None and field != "flops":
                 continue
@@ -146,16 +163,22 @@ class _OneKernel(torch.autograd.Function):
 def _read_by(arguments: tuple) -> list[Tensor]:
     found: list[Tensor] = []
     for leaf in tree_leaves(arguments):
-        found.extend(leaf.parameters() if isinstance(leaf, torch.nn.Module) else [leaf] if isinstance(leaf, Tensor) else [])
+        found.extend(
+            leaf.parameters() if isinstance(leaf, torch.nn.Module) else [leaf] if isinstance(leaf, Tensor) else []
+        )
     return found
 
 
 def run(function: str, returned, arguments: tuple):
-    """What a stand-in for `function` (its dotted name) returned for the arguments: a Kernel runs, everything else is given back as it is."""
+    """Runs the Kernel that a stand-in for `function` (its dotted name) returned for the arguments. Any other result is
+    given back as it is."""
     if not isinstance(returned, Kernel):
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(returned)):
             what = "None" if returned is None else f"a value of type {type_name(returned)} without a tensor"
-            raise TracerError(f"the stand-in for {function} returned {what}; expected a Kernel, or tensors as the function returns them")
+            raise TracerError(
+                f"the stand-in for {function} returned {what}; expected a Kernel, or tensors as the function returns "
+                "them"
+            )
         return returned
     inputs = _read_by(arguments) if returned.inputs is None else returned.inputs
     if problem := returned.problem(inputs):

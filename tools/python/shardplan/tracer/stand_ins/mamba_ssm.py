@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mamba_ssm 2.3.2: the selective scan of Mamba (ops/selective_scan_interface.py, csrc/selective_scan/selective_scan.cpp) and the state space dual of
-Mamba 2 (ops/triton/ssd_combined.py and what it calls), kernel by kernel.
+"""mamba_ssm 2.3.2: the selective scan of Mamba (ops/selective_scan_interface.py,
+csrc/selective_scan/selective_scan.cpp) and the state space dual of Mamba 2 (ops/triton/ssd_combined.py and what it
+calls), kernel by kernel.
 
-Letters are the library's: b batch, l length, h heads, p a head's width, g groups, n state, c chunks, q a chunk's length; d channels.
+Letters are the library's: b batch, l length, h heads, p a head's width, g groups, n state, c chunks, q a chunk's
+length; d channels.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from shardplan.tracer.stand_ins import causal_conv1d
 from shardplan.tracer.stand_ins.launch import launch
 
 _SCAN_CHUNK = 2048  # of the selective scan
-# FLOPs per step, channel and state of the kernels as they are written (csrc/selective_scan/selective_scan_{fwd,bwd}_kernel.cuh). A scan's operator has 3;
-# cub's block scan, and the reverse one, apply it twice to each item: to the sum of a thread's items, then to each behind what comes before the thread.
-# What is done once for all states (softplus, skip, gate) is left out.
+# FLOPs per step, channel and state of the kernels as they are written
+# (csrc/selective_scan/selective_scan_{fwd,bwd}_kernel.cuh). A scan's operator has 3. cub's block scan, and the reverse
+# one, apply it twice to each item: to the sum of a thread's items, then to each behind what comes before the thread.
+# Work that is done once for all states (softplus, skip, gate) is left out.
 _SCAN = 2 * 3
 _FORWARD = 2 + 1 + _SCAN + 2  # decay (product, exponential), input, scan, output
-_BACKWARD = (2 + 2 + 1) + 2 * _SCAN + (1 + 2 + 1 + 5) + 3 + (2 + 1) + 2  # again; both scans; of input and time step, of A, of B and C; sums in memory
+# Terms: the forward again; both scans; gradients of input and time step, of A, of B and C; sums in memory.
+_BACKWARD = (2 + 2 + 1) + 2 * _SCAN + (1 + 2 + 1 + 5) + 3 + (2 + 1) + 2
 _MULTIPROCESSORS = 132  # of an H100: some reductions are split by them
 _PART_OF_STATE, _ROWS_OF_CHUNK = 64, 32  # what one block of a backward reduces at least
 
@@ -37,7 +41,13 @@ def _scan_forward(u, delta, A, B, C, D, z, delta_bias) -> tuple[Tensor, Tensor, 
     out = torch.empty_like(delta)
     chunks = math.ceil(u.shape[2] / _SCAN_CHUNK)
     states = torch.empty(u.shape[0], u.shape[1], chunks, 2 * A.shape[1], dtype=A.dtype, device=u.device)
-    launch("mamba_ssm::selective_scan_fwd", [u, delta, A, B, C, D, z, delta_bias], [out, states, gated], _FORWARD * u.numel() * A.shape[1], torch.float32)
+    launch(
+        "mamba_ssm::selective_scan_fwd",
+        [u, delta, A, B, C, D, z, delta_bias],
+        [out, states, gated],
+        _FORWARD * u.numel() * A.shape[1],
+        torch.float32,
+    )
     return out, states, gated
 
 
@@ -80,7 +90,9 @@ class _SelectiveScan(torch.autograd.Function):
         return du, ddelta, dA, dB, dC, dD, dz, dbias, None
 
 
-def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
+def selective_scan_fn(
+    u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
+):
     """u, delta, z: (b, d, l); A: (d, n); B, C: (b, n, l), (b, g, n, l) or (d, n)."""
     return _SelectiveScan.apply(u, delta, A, B, C, D, z, delta_bias, return_last_state)
 
@@ -102,7 +114,8 @@ def _normed(tensor: Tensor, weight: Tensor | None) -> Tensor:
 
 
 class _MambaInner(torch.autograd.Function):
-    """A whole Mamba mixer behind its first projection. The convolution and the time steps are computed again in the backward."""
+    """A whole Mamba mixer behind its first projection. The convolution and the time steps are computed again in the
+    backward."""
 
     @staticmethod
     def forward(ctx, xz, conv_weight, conv_bias, x_proj, delta_proj, out_proj, out_bias, A, B, C, D, delta_bias, norms):
@@ -123,12 +136,16 @@ class _MambaInner(torch.autograd.Function):
         convolved = delta = None
         ctx.norms = norms
         ctx.out_bias = out_bias is not None
-        ctx.save_for_backward(xz, conv_weight, conv_bias, x_dbl, x_proj, delta_proj, out_proj, A, B, C, D, delta_bias, states, out)
+        ctx.save_for_backward(
+            xz, conv_weight, conv_bias, x_dbl, x_proj, delta_proj, out_proj, A, B, C, D, delta_bias, states, out
+        )
         return F.linear(gated.transpose(1, 2), out_proj, out_bias)
 
     @staticmethod
     def backward(ctx, dout):
-        xz, conv_weight, conv_bias, x_dbl, x_proj, delta_proj, out_proj, A, B, C, D, delta_bias, states, out = ctx.saved_tensors
+        xz, conv_weight, conv_bias, x_dbl, x_proj, delta_proj, out_proj, A, B, C, D, delta_bias, states, out = (
+            ctx.saved_tensors
+        )
         x, z = xz.chunk(2, dim=1)
         dout = _rows_dense(dout)
         rank, n, (batch, channels, length) = delta_proj.shape[1], A.shape[-1], x.shape
@@ -159,7 +176,10 @@ class _MambaInner(torch.autograd.Function):
         dconvolved = dconvolved.view(channels, batch, length).transpose(0, 1)
         given = causal_conv1d.backward_kernel(x, conv_weight, conv_bias, dconvolved, None, None, None, dx, True)
         _, dconv_weight, dconv_bias, _ = given
-        gradients = (dxz, dconv_weight.unsqueeze(1), dconv_bias, dx_proj, ddelta_proj, dout_proj, dout_bias, dA, dB, dC, dD, ddelta_bias)
+        gradients = (
+            dxz, dconv_weight.unsqueeze(1), dconv_bias, dx_proj, ddelta_proj, dout_proj, dout_bias, dA, dB, dC, dD,
+            ddelta_bias,
+        )
         return (*gradients, None)
 
 
@@ -174,14 +194,15 @@ def _states_of(columns: Tensor, x: Tensor) -> Tensor:
 
 
 def mamba_inner_fn(
-    xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B=None, C=None, D=None, delta_bias=None,
-    B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1, b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None,
-    b_c_dt_rms_eps=1e-6,
+    xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B=None, C=None,
+    D=None, delta_bias=None, B_proj_bias=None, C_proj_bias=None, delta_softplus=True, checkpoint_lvl=1,
+    b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None, b_c_dt_rms_eps=1e-6,
 ):  # fmt: skip
     """xz: (b, 2 d, l). The library gives the norms' weights no gradients."""
     norms = tuple(None if weight is None else weight.detach() for weight in (b_rms_weight, c_rms_weight, dt_rms_weight))
     return _MambaInner.apply(
-        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, D, delta_bias, norms
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, D,
+        delta_bias, norms,
     )
 
 
@@ -199,7 +220,8 @@ def _of_states(s: dict) -> int:
 
 
 def _of_scores(s: dict) -> int:
-    """... of the heads' values with the scores of a chunk. What is above the diagonal is not deducted, as in attention."""
+    """... of the heads' values with the scores of a chunk. Products above the diagonal are not deducted, as in
+    attention."""
     return 2 * s["b"] * s["l"] * s["q"] * s["h"] * s["p"]
 
 
@@ -246,7 +268,13 @@ def _dual_forward(x, dt, A, B, C, chunk, D, z, dt_bias, initial_states):
     scores = _group_scores(C, B, s)
     out = _made(x, x.shape, x.dtype)
     ungated = None if z is None else _made(x, x.shape, x.dtype)
-    launch("mamba_ssm::chunk_scan_fwd", [scores, x, steps, sums, C, states, D, z], [out, ungated], _of_states(s) + _of_scores(s), x.dtype)
+    launch(
+        "mamba_ssm::chunk_scan_fwd",
+        [scores, x, steps, sums, C, states, D, z],
+        [out, ungated],
+        _of_states(s) + _of_scores(s),
+        x.dtype,
+    )
     return out, ungated, sums, final
 
 
@@ -256,8 +284,12 @@ def _splits(s: dict) -> int:
     return math.ceil(of_group / max(min(math.ceil(s["b"] * s["c"] * s["h"] / _MULTIPROCESSORS), of_group), 1))
 
 
-def _dual_backward(dout, x, dt, A, B, C, out, chunk, D, z, dt_bias, initial_states, dfinal, dx=None, ddt=None, dB=None, dC=None, dz=None, again=False):
-    """The gradients of x, dt, A, B, C, D, z, dt_bias and the initial states, and the gated output again. The states are computed once more."""
+def _dual_backward(
+    dout, x, dt, A, B, C, out, chunk, D, z, dt_bias, initial_states, dfinal, dx=None, ddt=None, dB=None, dC=None,
+    dz=None, again=False,
+):
+    """The gradients of x, dt, A, B, C, D, z, dt_bias and the initial states, and the gated output again. The states are
+    computed once more."""
     s = _sizes(x, B, chunk)
     dout = _rows_dense(dout)
     dB, dC, ddt = (torch.empty_like(t) if given is None else given for t, given in ((B, dB), (C, dC), (dt, ddt)))
@@ -279,13 +311,18 @@ def _dual_backward(dout, x, dt, A, B, C, out, chunk, D, z, dt_bias, initial_stat
     passed, converted = _made(x, states.shape, x.dtype), _made(x, states.shape, x.dtype)
     dinitial = None if initial_states is None else torch.empty_like(passed[:, 0])
     parts = _made(x, (s["b"], s["h"], s["c"], math.ceil(s["p"] * s["n"] / _PART_OF_STATE)))
-    launch("mamba_ssm::state_passing_bwd", [dstates, states, sums[..., -1], dfinal], [passed, parts, dinitial, converted])
+    launch(
+        "mamba_ssm::state_passing_bwd", [dstates, states, sums[..., -1], dfinal], [passed, parts, dinitial, converted]
+    )
     dchunk, dstates, states = parts.sum(-1), passed, converted
     dx = torch.empty_like(x) if dx is None else dx
     dsteps = _made(x, steps.shape)
     dD_parts = None
     if D is not None:
-        dD_parts = torch.zeros(math.ceil(s["q"] / _ROWS_OF_CHUNK), s["b"], s["c"], s["h"], D[0].numel(), dtype=torch.float32, device=x.device)
+        dD_parts = torch.zeros(
+            math.ceil(s["q"] / _ROWS_OF_CHUNK), s["b"], s["c"], s["h"], D[0].numel(), dtype=torch.float32,
+            device=x.device,
+        )
     launch(
         "mamba_ssm::chunk_scan_chunk_state_bwd_dx",
         [x, scores, dout, steps, sums, D, B, dstates],
@@ -340,8 +377,9 @@ class _ChunkScan(torch.autograd.Function):
 
 
 def mamba_chunk_scan_combined(
-    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None, dt_softplus=False,
-    dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False, state_dtype=None,
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+    dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False,
+    state_dtype=None,
 ):  # fmt: skip
     """x, z: (b, l, h, p); dt: (b, l, h); A: (h,); B, C: (b, l, g, n)."""
     return _ChunkScan.apply(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, return_final_states)
@@ -365,10 +403,14 @@ def _gated_norm_backward(dy, x, weight, rstd, z, dz, groups, again: bool) -> tup
 
 
 class _SplitConvScan(torch.autograd.Function):
-    """A whole Mamba 2 mixer behind its first projection. Convolution, states and norm are computed again in the backward."""
+    """A whole Mamba 2 mixer behind its first projection. Convolution, states and norm are computed again in the
+    backward."""
 
     @staticmethod
-    def forward(ctx, zxbcdt, conv_weight, conv_bias, dt_bias, A, D, chunk, initial_states, final_states, silu, norm_weight, out_weight, out_bias, p, g):
+    def forward(
+        ctx, zxbcdt, conv_weight, conv_bias, dt_bias, A, D, chunk, initial_states, final_states, silu, norm_weight,
+        out_weight, out_bias, p, g,
+    ):
         ctx.shape = (chunk, silu, p, g)
         z, xBC, dt, x, B, C, _ = _parts(zxbcdt, conv_weight, conv_bias, D, silu, p, g)
         dual = (x, dt, A, B, C, chunk, D)
@@ -381,12 +423,16 @@ class _SplitConvScan(torch.autograd.Function):
             out = out.view(*kept.shape[:2], -1)
         if out_weight is not None:
             out = F.linear(out, out_weight, out_bias)
-        ctx.save_for_backward(zxbcdt, conv_weight, conv_bias, kept, A, D, dt_bias, initial_states, norm_weight, rstd, out_weight, out_bias)
+        ctx.save_for_backward(
+            zxbcdt, conv_weight, conv_bias, kept, A, D, dt_bias, initial_states, norm_weight, rstd, out_weight, out_bias
+        )
         return (out, final) if final_states else out
 
     @staticmethod
     def backward(ctx, dout, *dfinal):
-        zxbcdt, conv_weight, conv_bias, kept, A, D, dt_bias, initial_states, norm_weight, rstd, out_weight, out_bias = ctx.saved_tensors
+        zxbcdt, conv_weight, conv_bias, kept, A, D, dt_bias, initial_states, norm_weight, rstd, out_weight, out_bias = (
+            ctx.saved_tensors
+        )
         chunk, silu, p, g = ctx.shape
         again = out_weight is not None
         z, xBC, dt, x, B, C, sizes = _parts(zxbcdt, conv_weight, conv_bias, D, silu, p, g)
@@ -407,7 +453,10 @@ class _SplitConvScan(torch.autograd.Function):
             gradients = _dual_backward(dout.reshape(kept.shape), *dual, z, *states, **given, dz=dz, again=again)
             multiplied = gradients[-1]
         else:
-            rows = (dout.reshape(-1, inner[0]), kept.view(-1, inner[0]), norm_weight, rstd, z.flatten(0, 1).flatten(1), dz.flatten(0, 1).flatten(1))
+            rows = (
+                dout.reshape(-1, inner[0]), kept.view(-1, inner[0]), norm_weight, rstd, z.flatten(0, 1).flatten(1),
+                dz.flatten(0, 1).flatten(1),
+            )
             dout, dnorm, multiplied = _gated_norm_backward(*rows, g, again)
             gradients = _dual_backward(dout.view(kept.shape), *dual, None, *states, **given)
         _, _, dA, _, _, dD, _, dbias, dinitial, _ = gradients
@@ -416,9 +465,13 @@ class _SplitConvScan(torch.autograd.Function):
             dout_weight = after.reshape(-1, after.shape[-1]).t() @ multiplied.reshape(-1, inner[0])
             dout_bias = None if out_bias is None else after.sum((0, 1))
         columns = [t.transpose(1, 2) for t in map(_columns_aligned, (xBC, dxBC, dxBC_given))]
-        dconv = causal_conv1d.backward_kernel(columns[0], conv_weight, conv_bias, columns[1], None, None, None, columns[2], silu)
+        dconv = causal_conv1d.backward_kernel(
+            columns[0], conv_weight, conv_bias, columns[1], None, None, None, columns[2], silu
+        )
         _, dconv_weight, dconv_bias, _ = dconv
-        gradients = (dzxbcdt, dconv_weight, dconv_bias, dbias, dA, dD, None, dinitial, None, None, dnorm, dout_weight, dout_bias)
+        gradients = (
+            dzxbcdt, dconv_weight, dconv_bias, dbias, dA, dD, None, dinitial, None, None, dnorm, dout_weight, dout_bias,
+        )
         return (*gradients, None, None)
 
 
@@ -427,24 +480,28 @@ def _columns_aligned(tensor: Tensor) -> Tensor:
 
 
 def _parts(zxbcdt, conv_weight, conv_bias, D, silu: bool, p: int, g: int):
-    """z, xBC and dt as the projection gives them, x, B and C as the convolution does, and the widths of the first three."""
+    """z, xBC and dt as the projection gives them, x, B and C as the convolution does, and the widths of the first
+    three."""
     h = D.shape[0]
     n = (conv_weight.shape[0] - h * p) // g // 2
     sizes = [h * p, h * p + 2 * g * n, h]
     z, xBC, dt = zxbcdt.split(sizes, -1)
-    convolved = causal_conv1d.forward_kernel(_columns_aligned(xBC).transpose(1, 2), conv_weight, conv_bias, None, None, None, silu).transpose(1, 2)
+    convolved = causal_conv1d.forward_kernel(
+        _columns_aligned(xBC).transpose(1, 2), conv_weight, conv_bias, None, None, None, silu
+    ).transpose(1, 2)
     x, B, C = convolved.split([h * p, g * n, g * n], -1)
     heads = [t.unflatten(-1, (count, -1)) for t, count in ((z, h), (x, h), (B, g), (C, g))]
     return heads[0], xBC, dt, *heads[1:], sizes
 
 
 def mamba_split_conv1d_scan_combined(
-    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, seq_idx=None, dt_limit=(0.0, float("inf")),
-    return_final_states=False, activation="silu", rmsnorm_weight=None, rmsnorm_eps=1e-6, outproj_weight=None, outproj_bias=None, headdim=None,
-    ngroups=1, norm_before_gate=True, state_dtype=None,
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, seq_idx=None,
+    dt_limit=(0.0, float("inf")), return_final_states=False, activation="silu", rmsnorm_weight=None, rmsnorm_eps=1e-6,
+    outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1, norm_before_gate=True, state_dtype=None,
 ):  # fmt: skip
     """zxbcdt: (b, l, 2 h p + 2 g n + h)."""
     return _SplitConvScan.apply(
-        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, return_final_states, activation in ("silu", "swish"),
-        rmsnorm_weight, outproj_weight, outproj_bias, D.shape[1] if D.dim() == 2 else headdim, ngroups,
-    )  # fmt: skip
+        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, return_final_states,
+        activation in ("silu", "swish"), rmsnorm_weight, outproj_weight, outproj_bias,
+        D.shape[1] if D.dim() == 2 else headdim, ngroups,
+    )

@@ -2,9 +2,10 @@
 """Checkpoints of a rehearsed run: their bulk goes nowhere, and numbers that are read have no meaning.
 
 No file that was there before is touched: a run folder may hold checkpoints of a real training.
-torch.distributed.checkpoint.save and async_save make the folder for what else the script puts there, write nothing into it, and take it away at the end if
-nothing is in it. torch.save and safetensors' save_file write up to 16 MiB of tensors, and an empty file above. torch.distributed.checkpoint.load of a folder
-that has a checkpoint, or that this run has saved to, leaves the tensors as they are.
+torch.distributed.checkpoint.save and async_save make the folder, since the script may put other files there. They write
+nothing into it and remove it at the end if it is empty. The functions torch.save and safetensors' save_file write up to
+16 MiB of tensors, and an empty file above. A torch.distributed.checkpoint.load of a folder that has a checkpoint, or
+that this run has saved to, leaves the tensors as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ _written: set[str] = set()  # files of this run
 def patch_saver(module: ModuleType) -> None:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    def save(state_dict: dict, *_arguments: object, checkpoint_id: object = None, storage_writer: object = None, **_settings: object) -> object:
+    def save(
+        state_dict: dict,
+        *_arguments: object,
+        checkpoint_id: object = None,
+        storage_writer: object = None,
+        **_settings: object,
+    ) -> object:
         folder = checkpoint_id if checkpoint_id is not None else getattr(storage_writer, "path", None)
         if isinstance(folder, str | os.PathLike) and "://" not in os.fspath(folder):
             _make_folder(os.fspath(folder))
@@ -48,9 +55,17 @@ def patch_saver(module: ModuleType) -> None:
 def patch_loader(module: ModuleType) -> None:
     own = module.load
 
-    def load(state_dict: dict, *arguments: object, checkpoint_id: object = None, storage_reader: object = None, **settings: object) -> None:
+    def load(
+        state_dict: dict,
+        *arguments: object,
+        checkpoint_id: object = None,
+        storage_reader: object = None,
+        **settings: object,
+    ) -> None:
         folder = checkpoint_id if checkpoint_id is not None else getattr(storage_reader, "path", None)
-        if folder is not None and (os.path.realpath(folder) in _saved or os.path.isfile(os.path.join(os.fspath(folder), ".metadata"))):
+        if folder is not None and (
+            os.path.realpath(folder) in _saved or os.path.isfile(os.path.join(os.fspath(folder), ".metadata"))
+        ):
             return None
         return own(state_dict, *arguments, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **settings)
 
@@ -124,7 +139,8 @@ def _replace(module: ModuleType, *functions) -> None:
 
 
 def _tensor_bytes(torch: ModuleType, obj: object) -> int:
-    """Of the storages that torch.save would write. An object that cannot be pickled is left to torch.save, which says so."""
+    """Bytes of the storages that torch.save would write. An object that cannot be pickled is left to torch.save, which
+    says so."""
     import pickle
 
     sizes: dict[int, int] = {}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rehearsed rank ends, and what it tells the command: behind the steps that were asked for, or with its script."""
+"""How a rehearsed rank ends, and what it tells the command: behind the steps that were asked for, or with its
+script."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _began = 0.0
 
 
 def begin(torch: ModuleType, recorder: Recorder) -> None:
-    """Tells the command how it ends: when an error comes out of the script, else with Python's exit handlers. A library may crash in between."""
+    """Tells the command how it ends: when an error comes out of the script, else with Python's exit handlers. A library
+    may crash in between."""
     global _began
     _began = time.monotonic()
     told: list[str] = []
@@ -78,9 +80,12 @@ def _tell(torch: ModuleType, recorder: Recorder, end: str, error: BaseException 
 
 
 def _document(torch: ModuleType, recorder: Recorder, end: str, error: BaseException | None, place: str) -> dict:
-    """What the command reads (text.py, report.py and page.py beside site/)."""
+    """The document that the command reads (text.py, report.py and page.py beside site/)."""
     stretches = recorder.stretches
-    place_in_job = recorder.place_in_job or (int(os.environ.get("RANK", the_run().rank)), int(os.environ.get("WORLD_SIZE", "1")))
+    place_in_job = recorder.place_in_job or (
+        int(os.environ.get("RANK", the_run().rank)),
+        int(os.environ.get("WORLD_SIZE", "1")),
+    )
     return {
         "end": end,
         "seconds": round(time.monotonic() - _began, 1),
@@ -112,7 +117,11 @@ def _peak(torch: ModuleType, recorder: Recorder, most_bytes: int) -> dict | None
 def _error(torch: ModuleType, error: BaseException, place: str) -> dict:
     frames = traceback.extract_tb(error.__traceback__)
     of_user = [frame for frame in frames if not _is_in(frame.filename, "stdlib", "purelib", "platlib")]
-    of_others = [frame for frame in frames if not _is_in(frame.filename, "stdlib") and not frame.filename.startswith(os.path.dirname(torch.__file__))]
+    of_others = [
+        frame
+        for frame in frames
+        if not _is_in(frame.filename, "stdlib") and not frame.filename.startswith(os.path.dirname(torch.__file__))
+    ]
     frame = (of_user or of_others or frames or [None])[-1]
     return {
         "type": type(error).__name__,
@@ -130,7 +139,9 @@ def _error(torch: ModuleType, error: BaseException, place: str) -> dict:
 def _is_in(file: str, *folders: str) -> bool:
     """Whether a file is the interpreter's, in one of these folders of sysconfig, or ours, or none."""
     places = [sysconfig.get_paths()[name] for name in folders]
-    return file.startswith("<") or any(file.startswith(folder + os.sep) for folder in (*places, os.path.dirname(__file__)))
+    return file.startswith("<") or any(
+        file.startswith(folder + os.sep) for folder in (*places, os.path.dirname(__file__))
+    )
 
 
 def _module_of(error: BaseException) -> str:

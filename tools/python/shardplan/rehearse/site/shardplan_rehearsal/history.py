@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peak of allocated memory by category and by module, from the allocator's own history (`torch.cuda.memory._snapshot()`).
+"""The peak of allocated memory by category and by module, from the allocator's own history
+(`torch.cuda.memory._snapshot()`).
 
-The history is read from its begin. A block has the stretch and the module of its allocation: threads write both into the history (modules.py); one that does
-not is placed by its time. Categories are those of `shardplan memory` (docs/reference/memory.md).
+The history is read from its begin. A block has the stretch and the module of its allocation: threads write both into
+the history (modules.py); one that does not is placed by its time. Categories are those of `shardplan memory`
+(docs/reference/memory.md).
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class _Placing:
         self._ends = [stretch.end_us for stretch in stretches]
 
     def of(self, entry: dict) -> tuple[int, str, str]:
-        """The stretch, who marked it, and the module. A thread that has passed no point for a stretch has an old mark: its time counts."""
+        """The stretch, who marked it, and the module. A thread that has passed no point for a stretch has an old mark:
+        its time counts."""
         by_time = min(bisect.bisect_left(self._ends, entry["time_us"]), len(self._ends) - 1)
         number, _, rest = entry.get("user_metadata", "").partition("|")
         if number.isdigit() and int(number) >= by_time - 1:
@@ -74,8 +77,8 @@ class _Placing:
 
 
 def peak_of(trace: list[dict], stretches: list[Stretch], addresses: list[Known], measured_bytes: int) -> Peak | None:
-    """trace: of the rank's device, whole. measured_bytes: the allocator's own peak, which the categories add up to. None: nothing was allocated, or the
-    first of the history is lost."""
+    """trace: of the rank's device, whole. measured_bytes: the allocator's own peak, which the categories add up to.
+    None: nothing was allocated, or the first of the history is lost."""
     at = _event_of_peak(trace)
     if at is None or len(trace) >= MOST_EVENTS:
         return None
@@ -86,7 +89,9 @@ def peak_of(trace: list[dict], stretches: list[Stretch], addresses: list[Known],
         action, address = entry["action"], entry.get("addr")
         if action == "alloc":
             stretch, marked_by, module = placing.of(entry)
-            alive[address] = Block(rounded(entry["size"]), stretch, module, entry.get("frames", []) if number <= at else [], marked_by)
+            alive[address] = Block(
+                rounded(entry["size"]), stretch, module, entry.get("frames", []) if number <= at else [], marked_by
+            )
         elif action == "free_requested" and (block := alive.pop(address, None)) is not None:
             block.freed_in = placing.of(entry)[0]
         if number == at:
@@ -102,7 +107,9 @@ def peak_of(trace: list[dict], stretches: list[Stretch], addresses: list[Known],
     total = sum(categories.values())
     if measured_bytes != total:
         categories[ROUNDING] += measured_bytes - total
-    return Peak(measured_bytes, stretch, module, dict(categories.most_common()), dict(modules.most_common()), _curve(trace))
+    return Peak(
+        measured_bytes, stretch, module, dict(categories.most_common()), dict(modules.most_common()), _curve(trace)
+    )
 
 
 def _allocated(trace: list[dict]) -> Iterator[int]:
@@ -128,7 +135,7 @@ def _event_of_peak(trace: list[dict]) -> int | None:
 
 
 def _known(alive: dict[int, Block], addresses: list[Known]) -> dict[int, Known]:
-    """What optimizers say of the blocks. An address counts while the block at it is the one that was there."""
+    """Roles that optimizers give to blocks. An address counts while the block at it is the one that was there."""
     found = {}
     for known in addresses:
         block = alive.get(known.address)

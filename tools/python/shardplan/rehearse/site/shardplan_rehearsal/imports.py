@@ -20,7 +20,9 @@ class _Finder:
             return None
         if (action := _before.pop(name, None)) is not None:
             action()
-        spec = next(filter(None, (_find(finder, name, path, target) for finder in sys.meta_path if finder is not self)), None)
+        spec = next(
+            filter(None, (_find(finder, name, path, target) for finder in sys.meta_path if finder is not self)), None
+        )
         if spec is None:
             if (action := _missing.pop(name, None)) is not None:
                 action()

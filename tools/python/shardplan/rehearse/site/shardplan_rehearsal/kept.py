@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--keep`: a process that has imported torch, and what the last run imported, stays; the next run's processes are forks of it.
+"""`--keep`: a process that has imported torch, and what the last run imported, stays; the next run's processes are
+forks of it.
 
     the next run                                       the kept process (kept_process.py)
     a Python process starts (sitecustomize)
@@ -8,7 +9,8 @@
       signals that it gets                       --->  go to the program
       the program's exit code                    <---  the supervisor waits for it
 
-The process is the user's own, for one interpreter, library and environment of torch (`_key`). It ends when nobody has come for a while.
+The process is the user's own, for one interpreter, library and environment of torch (`_key`). It ends when nobody has
+come for a while.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ from typing import NoReturn
 
 from .run import the_run
 
-# What is read when libraries are loaded or modules imported.
+# Variables that are read when libraries are loaded or modules imported.
 _READ_EARLY = ("PYTORCH", "TORCH", "CUDA", "NCCL", "TRITON", "LD_", "PYTHON", "HF_", "TRANSFORMERS_")
 _NOT_READ_EARLY = ("TORCHELASTIC_", "TORCH_NCCL_")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def enter() -> None:
-    """At the start of a Python process: its program goes on in a fork of the kept process, if there is one. Returns where there is none."""
+    """At the start of a Python process: its program goes on in a fork of the kept process, if there is one. Returns
+    where there is none."""
     path, program = _socket_path(), _program(sys.orig_argv)
     if program is None or path is None or not os.path.exists(path):
         return
@@ -50,7 +53,9 @@ def enter() -> None:
 
 
 def _follow(connection: socket.socket, program: dict) -> NoReturn:
-    request = {**program, "argv": sys.orig_argv, "environment": dict(os.environ), "folder": os.getcwd(), "umask": _umask()}
+    request = {
+        **program, "argv": sys.orig_argv, "environment": dict(os.environ), "folder": os.getcwd(), "umask": _umask(),
+    }
     data = json.dumps(request).encode()
     socket.send_fds(connection, [struct.pack("!Q", len(data))], [_stream(number) for number in range(3)])
     connection.sendall(data)
@@ -91,7 +96,7 @@ def receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _program(words: list[str]) -> dict | None:
-    """What the interpreter runs: a script or a module. None: something else, or with flags that a fork cannot have."""
+    """The script or module that the interpreter runs. None: something else, or with flags that a fork cannot have."""
     rest, unbuffered = words[1:], False
     while rest and rest[0] == "-u":
         rest, unbuffered = rest[1:], True
@@ -105,16 +110,24 @@ def _program(words: list[str]) -> dict | None:
 @functools.cache  # imports change the environment
 def _key() -> str:
     here = os.path.dirname(os.path.abspath(__file__))
-    sources = [(name, os.stat(os.path.join(here, name)).st_mtime_ns) for name in sorted(os.listdir(here)) if name.endswith(".py")]
+    sources = [
+        (name, os.stat(os.path.join(here, name)).st_mtime_ns)
+        for name in sorted(os.listdir(here))
+        if name.endswith(".py")
+    ]
     torch = os.path.join(sysconfig.get_paths()["purelib"], "torch", "version.py")
     changed = os.stat(torch).st_mtime_ns if os.path.exists(torch) else 0
-    early = sorted((name, value) for name, value in os.environ.items() if name.startswith(_READ_EARLY) and not name.startswith(_NOT_READ_EARLY))
+    early = sorted(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(_READ_EARLY) and not name.startswith(_NOT_READ_EARLY)
+    )
     facts = json.dumps([os.path.realpath(sys.executable), sys.prefix, sys.version, sources, changed, early])
     return hashlib.sha256(facts.encode()).hexdigest()[:24]
 
 
 def _folder() -> str | None:
-    """Of this user alone; None: somebody else made it."""
+    """A folder of this user alone; None: somebody else made it."""
     path = os.path.join(tempfile.gettempdir(), f"shardplan-kept-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -128,7 +141,7 @@ def _socket_path() -> str | None:
 
 
 def start() -> None:
-    """Behind a run: a process for the next one, with the modules of this one. Where there is one already, nothing."""
+    """Behind a run: starts a process for the next one, with the modules of this one, unless there is one already."""
     path = _socket_path()
     if path is None or os.path.exists(path) or "SHARDPLAN_KEPT" in os.environ:
         return
@@ -136,10 +149,22 @@ def start() -> None:
 
     libraries = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")})
     own = __package__.split(".")[0]
-    names = [name for name, module in list(sys.modules.items()) if str(getattr(module, "__file__", None) or "").startswith(libraries) and name.split(".")[0] not in (own, "__main__")]
+    names = [
+        name
+        for name, module in list(sys.modules.items())
+        if str(getattr(module, "__file__", None) or "").startswith(libraries)
+        and name.split(".")[0] not in (own, "__main__")
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SHARDPLAN_REHEARSE")}
     code = f"from {own} import kept_process; kept_process.serve({the_run().keep})"
-    waiting = subprocess.Popen([sys.executable, "-c", code], env={**environment, "SHARDPLAN_KEPT": path}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**environment, "SHARDPLAN_KEPT": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     with contextlib.suppress(OSError):
         waiting.stdin.write(json.dumps(names).encode())
         waiting.stdin.close()

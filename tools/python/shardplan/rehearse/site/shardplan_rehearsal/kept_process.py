@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that `--keep` leaves (kept.py): it has imported torch, and forks the programs of later runs. Nothing touches the device before a fork: the library reads
-its settings when it is first asked."""
+"""The process that `--keep` leaves (kept.py): it has imported torch, and forks the programs of later runs. Nothing
+touches the device before a fork: the library reads its settings when it is first asked."""
 
 from __future__ import annotations
 
@@ -50,14 +50,19 @@ def serve(idle_s: int) -> NoReturn:
 
 
 def _import(names: list[str]) -> None:
-    """torch with all patches in place, and what else a run imports. A module that cannot be imported without its script is left to the script."""
+    """torch with all patches in place, and what else a run imports. A module that cannot be imported without its script
+    is left to the script."""
     launchers.watch()
     worker.watch(begins=False)
     import torch
 
     # An import that asks whether there is a device must not begin it.
     kept = torch.cuda.is_available, torch.cuda.device_count, torch._C._cuda_getDeviceCount
-    torch.cuda.is_available, torch.cuda.device_count, torch._C._cuda_getDeviceCount = (lambda: True), (lambda: 8), (lambda: 8)
+    torch.cuda.is_available, torch.cuda.device_count, torch._C._cuda_getDeviceCount = (
+        (lambda: True),
+        (lambda: 8),
+        (lambda: 8),
+    )
     for name in names:
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
@@ -104,12 +109,15 @@ def _become(request: dict, streams: list[int]) -> NoReturn:
     buffering = {"write_through": True} if request["unbuffered"] else {"line_buffering": os.isatty(1)}
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb", closefd=False), **buffering)
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(open(2, "wb", closefd=False), errors="backslashreplace", line_buffering=True)
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
+        open(2, "wb", closefd=False), errors="backslashreplace", line_buffering=True
+    )
     _seed()
     import torch
 
     run._run = None
-    torch.cuda._is_in_bad_fork = torch._C._cuda_isInBadFork = lambda: False  # nothing of the device was there before the fork
+    # Nothing of the device was there before the fork.
+    torch.cuda._is_in_bad_fork = torch._C._cuda_isInBadFork = lambda: False
     roles.take_in_fork(torch)
     code = _exit_code(request)
     _end(code)

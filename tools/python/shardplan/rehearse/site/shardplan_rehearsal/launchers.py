@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers start the rehearsed rank alone: torchrun and what is made of it (accelerate), deepspeed, torch.multiprocessing.spawn."""
+"""Launchers start the rehearsed rank alone: torchrun and what is made of it (accelerate), deepspeed,
+torch.multiprocessing.spawn."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def _replace_process(words: list[str]) -> None:
     try:
         os.execvp(words[0], words)
     except OSError as error:
-        refuse(3, f"the launcher starts {words[0]}, which cannot be run: {error.strerror} (expected a program on the PATH)")
+        refuse(
+            3, f"the launcher starts {words[0]}, which cannot be run: {error.strerror} (expected a program on the PATH)"
+        )
 
 
 def _patch_elastic(api: ModuleType) -> None:
@@ -41,7 +44,9 @@ def _patch_elastic(api: ModuleType) -> None:
 
         world, local_world = _sizes(config.max_nodes * config.nproc_per_node, config.nproc_per_node)
         environment = environment_of(world, local_world)
-        os.environ.update({**environment, "ROLE_NAME": config.role or "default", "TORCHELASTIC_RUN_ID": config.run_id or "rehearsal"})
+        os.environ.update(
+            {**environment, "ROLE_NAME": config.role or "default", "TORCHELASTIC_RUN_ID": config.run_id or "rehearsal"}
+        )
         local_rank = int(environment["LOCAL_RANK"])
         words = macros.substitute(list(args), str(local_rank))
         if isinstance(entrypoint, str):
@@ -52,14 +57,33 @@ def _patch_elastic(api: ModuleType) -> None:
 
 
 def _patch_spawn(module: ModuleType) -> None:
-    def start_processes(fn: Callable, args: tuple = (), nprocs: int = 1, join: bool = True, daemon: bool = False, start_method: str = "spawn", **_settings: object) -> object:
+    def start_processes(
+        fn: Callable,
+        args: tuple = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+        **_settings: object,
+    ) -> object:
         run = the_run()
         if run.gpus is None and run.rank >= nprocs:
-            refuse(2, f"--rank {run.rank}: the script starts {nprocs} processes (found {run.rank}, expected 0 to {nprocs - 1})")
+            refuse(
+                2,
+                f"--rank {run.rank}: the script starts {nprocs} processes (found {run.rank}, expected 0 to "
+                f"{nprocs - 1})",
+            )
         fn(run.rank % nprocs, *args)
         return None if join else _Ended()
 
-    def spawn(fn: Callable, args: tuple = (), nprocs: int = 1, join: bool = True, daemon: bool = False, start_method: str = "spawn") -> object:
+    def spawn(
+        fn: Callable,
+        args: tuple = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+    ) -> object:
         return start_processes(fn, args, nprocs, join, daemon, start_method)
 
     module.start_processes, module.spawn = start_processes, spawn

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of other libraries that ask peers for what differs between ranks. Played peers give what this rank gives, so such a check is left out.
+"""Checks of other libraries that ask peers for what differs between ranks. Played peers give what this rank gives, so
+such a check is left out.
 
 | library | check |
 |---|---|

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which module runs: written into the allocator's history with the number of the stretch ("12|f|model.layers.3").
 
-The letter says who wrote it: f the forward of a module (also when it is run again in a backward), b the backward of a unit of FSDP2. A thread keeps what was
-written last, so what follows a unit's begin in autograd's thread is the unit's, up to the next unit.
+The letter says who wrote it: f the forward of a module (also when it is run again in a backward), b the backward of a
+unit of FSDP2. A thread keeps what was written last, so what follows a unit's begin in autograd's thread is the unit's,
+up to the next unit.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def begin(torch: ModuleType, recorder: Recorder) -> None:
 
 
 def _record_history(torch: ModuleType) -> None:
-    """From the first use of the device. The script's own recording would end it: it finds one that is under way, with more in it."""
+    """From the first use of the device. The script's own recording would end it: it finds one that is under way, with
+    more in it."""
     memory = torch.cuda.memory
     record = memory._record_memory_history
     torch.cuda._lazy_call(lambda: record("all", context="alloc", stacks="python", max_entries=MOST_EVENTS))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that one rank sends and others receive. What this rank sends is recorded; what it receives comes from a recording of the sender's own rehearsal,
-which the command makes first where there is none.
+"""Objects that one rank sends and others receive. Objects that this rank sends are recorded. Objects that it receives
+come from a recording of the sender's own rehearsal, which the command makes first if there is none.
 
 A message is known by its ranks, its sender, its kind, and how many of those came before it.
 """
@@ -21,7 +21,14 @@ _counts: collections.Counter = collections.Counter()
 def patch(c10d: ModuleType) -> None:
     broadcast, scatter, send = c10d.broadcast_object_list, c10d.scatter_object_list, c10d.send_object_list
 
-    def broadcast_object_list(object_list: list, src: int | None = None, group: object = None, *arguments: object, group_src: int | None = None, **settings: object) -> None:
+    def broadcast_object_list(
+        object_list: list,
+        src: int | None = None,
+        group: object = None,
+        *arguments: object,
+        group_src: int | None = None,
+        **settings: object,
+    ) -> None:
         if c10d._rank_not_in_group(group):
             return
         sender = _global_sender(c10d, group, src, group_src)
@@ -32,7 +39,12 @@ def patch(c10d: ModuleType) -> None:
         object_list[:] = _recorded(name, sender)
 
     def scatter_object_list(
-        scatter_object_output_list: list, scatter_object_input_list: list | None = None, src: int | None = None, group: object = None, group_src: int | None = None, **_settings: object
+        scatter_object_output_list: list,
+        scatter_object_input_list: list | None = None,
+        src: int | None = None,
+        group: object = None,
+        group_src: int | None = None,
+        **_settings: object,
     ) -> None:
         if c10d._rank_not_in_group(group):
             return
@@ -44,14 +56,31 @@ def patch(c10d: ModuleType) -> None:
         else:
             scatter_object_output_list[0] = _recorded(name, sender)[c10d.get_rank(group)]
 
-    def send_object_list(object_list: list, dst: int | None = None, group: object = None, *arguments: object, group_dst: int | None = None, **settings: object) -> None:
+    def send_object_list(
+        object_list: list,
+        dst: int | None = None,
+        group: object = None,
+        *arguments: object,
+        group_dst: int | None = None,
+        **settings: object,
+    ) -> None:
         receiver = dst if group_dst is None else c10d.get_global_rank(group or c10d.group.WORLD, group_dst)
         _record(_name(c10d, group, c10d.get_rank(), f"to-{receiver}"), list(object_list))
         return send(object_list, dst, group, *arguments, group_dst=group_dst, **settings)
 
-    def recv_object_list(object_list: list, src: int | None = None, group: object = None, *_arguments: object, group_src: int | None = None, **_settings: object) -> int:
+    def recv_object_list(
+        object_list: list,
+        src: int | None = None,
+        group: object = None,
+        *_arguments: object,
+        group_src: int | None = None,
+        **_settings: object,
+    ) -> int:
         if src is None and group_src is None:
-            raise RuntimeError("rehearsal: recv_object_list from any rank: peers are played, and none of them is known to send. Name the sender (src)")
+            raise RuntimeError(
+                "rehearsal: recv_object_list from any rank: peers are played, and none of them is known to send. Name "
+                "the sender (src)"
+            )
         sender = _global_sender(c10d, group, src, group_src)
         object_list[:] = _recorded(_name(c10d, group, sender, f"to-{c10d.get_rank()}"), sender)
         return sender

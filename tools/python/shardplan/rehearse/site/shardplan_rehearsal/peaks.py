@@ -5,7 +5,8 @@
          |---------------------|-------------------|---------------|
               peak a: kept          peak b: kept        peak c          max(a, b, c)
 
-A boundary reads the peaks and resets them. The script's `torch.cuda.max_memory_allocated` is the largest since its own reset.
+A boundary reads the peaks and resets them. The script's `torch.cuda.max_memory_allocated` is the largest since its own
+reset.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class Peaks:
         self._kept: dict[int, dict[_Key, int]] = {}  # by device: since the script's own reset
         torch._C._cuda_memoryStats = self.stats
         torch._C._cuda_resetPeakMemoryStats = self.script_resets
-        for name, own in (("_accelerator_getDeviceStats", self._wrapped_stats), ("_accelerator_resetPeakStats", self._wrapped_reset)):
+        for name, own in (
+            ("_accelerator_getDeviceStats", self._wrapped_stats),
+            ("_accelerator_resetPeakStats", self._wrapped_reset),
+        ):
             if hasattr(torch._C, name):
                 setattr(torch._C, name, own(getattr(torch._C, name)))
 
     def stats(self, device: int) -> dict:
-        """As the script sees them."""
+        """The statistics that the script sees."""
         return self._with_kept(device, self._read(device))
 
     def script_resets(self, device: int) -> None:

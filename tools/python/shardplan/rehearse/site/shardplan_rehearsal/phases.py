@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps and phases of a training script, from torch's public hooks: forwards of modules, backwards of autograd, steps of optimizers.
+"""Steps and phases of a training script, from torch's public hooks: forwards of modules, backwards of autograd, steps
+of optimizers.
 
     setup | forward | backward | (forward | backward ...) | optimizer | forward of the next step ...
           ^ first module       ^ autograd's engine ends    ^ Optimizer.step returns
 
-What follows a backward belongs to the optimizer where that comes next (clipping of gradients), else to the next forward. What follows an optimizer
-belongs to the next step's forward. A second optimizer without a backward in between is of the same step. A step has ended when the next
-module runs.
+Work behind a backward belongs to the optimizer if that comes next (clipping of gradients), else to the next forward.
+Work behind an optimizer belongs to the next step's forward. A second optimizer without a backward in between is of the
+same step. A step has ended when the next module runs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Stretch:
 
 
 class Known(NamedTuple):
-    """What an optimizer or a module says of one of its tensors."""
+    """An optimizer's or a module's description of one of its tensors."""
 
     stretch: int  # in which it says so
     address: int  # of the storage
@@ -50,7 +51,8 @@ class Known(NamedTuple):
 
 
 class Recorder:
-    """The state of the run. Boundaries are passed by the script's main thread; autograd's threads run inside a backward."""
+    """The state of the run. Boundaries are passed by the script's main thread; autograd's threads run inside a
+    backward."""
 
     def __init__(self, torch: ModuleType) -> None:
         self._torch = torch
@@ -129,7 +131,7 @@ class Recorder:
         self._close(phase)
 
     def place(self) -> str:
-        """Where the run is, for people."""
+        """The run's place, for people."""
         return self.phase if self.phase == SETUP else f"{self.phase} of step {self.step}"
 
     def _end_step(self) -> None:
@@ -143,7 +145,7 @@ class Recorder:
         self.step += 1
 
     def _forget_addresses(self) -> None:
-        """Those of a step that is not the peak: a long run would keep them all."""
+        """Drops addresses of a step that is not the peak: a long run would keep them all."""
         own = itertools.takewhile(lambda stretch: stretch.step == self.step, reversed(self.stretches))
         most = max((stretch.allocated_bytes for stretch in own), default=0)
         if most <= self._most_bytes:
@@ -176,12 +178,17 @@ class Recorder:
 
     def _learn(self, optimizer, states: bool) -> None:
         """Addresses of an optimizer's parameters, gradients and states."""
-        parameters = [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group.get("params", ())]
+        parameters = [
+            parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group.get("params", ())
+        ]
         self.learn_parameters(parameters)
         self._note(((parameter, parameter.grad) for parameter in parameters), "grad_sharded")
         if states:
             state = getattr(optimizer, "state", {})
-            self._note(((parameter, tensor) for parameter in list(state) for tensor in _tensors(state[parameter])), "optimizer_state")
+            self._note(
+                ((parameter, tensor) for parameter in list(state) for tensor in _tensors(state[parameter])),
+                "optimizer_state",
+            )
 
     def _note(self, pairs, category: str) -> None:
         """pairs: a parameter, and a tensor that belongs to it."""
@@ -204,7 +211,7 @@ def _tensors(state, depth: int = 0):
 
 
 def _address(tensor) -> int | None:
-    """Of the storage in device memory that this rank has of it."""
+    """Address of the storage in device memory that this rank has of the tensor."""
     try:
         tensor = getattr(tensor, "_local_tensor", tensor)
         if tensor is None or not tensor.is_cuda:

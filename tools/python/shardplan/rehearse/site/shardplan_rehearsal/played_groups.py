@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups without peers. NCCL's are torch's own over the device in software; Gloo's are torch's fake ones, whose collectives end at once."""
+"""Process groups without peers. NCCL's are torch's own over the device in software; Gloo's are torch's fake ones, whose
+collectives end at once."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from types import ModuleType
 
 from . import device
 
-# [Note: splits] ncclCommSplit has a colour, and no ranks: NCCL counts those that came with it. Here nobody else comes. So a group is made from the
-# store, with its ranks, where torch would split it off. A script that splits itself has a colour that says how many ranks there are and which of
-# them this one is: size * 2^15 + index.
+# [Note: splits] ncclCommSplit has a colour, and no ranks: NCCL counts those that came with it. Here nobody else comes.
+# So a group is made from the store, with its ranks, where torch would split it off. A script that splits itself has a
+# colour that says how many ranks there are and which of them this one is: size * 2^15 + index.
 _COLOR_SHIFT = 15
 
 
@@ -25,14 +26,29 @@ def _patch_splits(c10d: ModuleType) -> None:
         own = c10d.get_rank()
         return (len(ranks) << _COLOR_SHIFT) + (list(ranks).index(own) if own in ranks else 0)
 
-    def split_group(parent_pg: object = None, split_ranks: list | None = None, timeout: object = None, pg_options: object = None, group_desc: str | None = None, backend: object = None) -> object:
+    def split_group(
+        parent_pg: object = None,
+        split_ranks: list | None = None,
+        timeout: object = None,
+        pg_options: object = None,
+        group_desc: str | None = None,
+        backend: object = None,
+    ) -> object:
         parent = parent_pg or c10d._get_default_group()
         own = next((ranks for ranks in split_ranks or () if parent.rank() in ranks), None)
         if own is None:
             return c10d.GroupMember.NON_GROUP_MEMBER
         of_parent = c10d.get_process_group_ranks(parent)
         kind = backend or c10d._world.pg_map[parent][0]
-        return c10d.new_group([of_parent[rank] for rank in own], timeout, kind, pg_options, use_local_synchronization=True, group_desc=group_desc, device_id=parent.bound_device_id)
+        return c10d.new_group(
+            [of_parent[rank] for rank in own],
+            timeout,
+            kind,
+            pg_options,
+            use_local_synchronization=True,
+            group_desc=group_desc,
+            device_id=parent.bound_device_id,
+        )
 
     c10d._process_group_color = color
     if hasattr(c10d, "_get_split_source"):
@@ -70,7 +86,9 @@ def _add_up(c10d: ModuleType) -> None:
     """Before 2.15 a fake group's sum is this rank's part alone."""
     own = c10d.all_reduce
 
-    def all_reduce(tensor: object, op: object = c10d.ReduceOp.SUM, group: object = None, async_op: bool = False) -> object:
+    def all_reduce(
+        tensor: object, op: object = c10d.ReduceOp.SUM, group: object = None, async_op: bool = False
+    ) -> object:
         work = own(tensor, op, group, async_op)
         if tensor.is_cpu and op == c10d.ReduceOp.SUM:
             tensor.mul_(c10d.get_world_size(group))
@@ -94,7 +112,8 @@ def _patch_gather(c10d: ModuleType) -> None:
 
 
 def _watch_nccl(c10d: ModuleType) -> None:
-    """NCCL takes device memory when a communicator is first used. 2.15 registers its backends when a group first asks for them."""
+    """NCCL takes device memory when a communicator is first used. 2.15 registers its backends when a group first asks
+    for them."""
 
     def watched(creator):
         def create(*arguments: object, **settings: object) -> object:

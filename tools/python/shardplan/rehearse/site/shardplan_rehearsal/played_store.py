@@ -3,7 +3,8 @@
 
 [Note: what a store answers]
   add      counts for every rank: a barrier that waits until all have come ends at once
-  get      what this rank has set; a key of another rank ("address/3" on rank 0) has what this rank set for itself ("address/0");
+  get      what this rank has set; a key of another rank ("address/3" on rank 0) has what this rank set for itself
+           ("address/0");
            the id of a NCCL communicator is 128 zero bytes, which the device in software does not read
   wait     ends for a key that `get` answers
 Any other key has a value that only a peer knows: an error that names it, at once, where a real job would wait.
@@ -41,8 +42,15 @@ def make(rank: int, world: int) -> object:
         def get(self, key: str) -> bytes:
             found = self._find(key)
             if found is None:
-                what_to_do = "rehearse rank 0 (--rank 0), which most often sets it" if rank else "no rehearsal of one rank knows its value: set it in the script"
-                raise RuntimeError(f"rehearsal: rank {rank} reads the key {key!r} of the store, which only another rank sets, and peers are played: {what_to_do}")
+                what_to_do = (
+                    "rehearse rank 0 (--rank 0), which most often sets it"
+                    if rank
+                    else "no rehearsal of one rank knows its value: set it in the script"
+                )
+                raise RuntimeError(
+                    f"rehearsal: rank {rank} reads the key {key!r} of the store, which only another rank sets, and "
+                    f"peers are played: {what_to_do}"
+                )
             return found
 
         def add(self, key: str, amount: int) -> int:

@@ -16,7 +16,7 @@ def is_this_process() -> bool:
 
 
 def environment_of(world: int, local_world: int) -> dict[str, str]:
-    """What torchrun sets for the rehearsed rank. Refuses a rank that the job does not have."""
+    """The variables that torchrun sets for the rehearsed rank. Refuses a rank that the job does not have."""
     run = the_run()
     if run.rank >= world:
         refuse(2, f"--rank {run.rank}: the job has {world} ranks (found {run.rank}, expected 0 to {world - 1})")

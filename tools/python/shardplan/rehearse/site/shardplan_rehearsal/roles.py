@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that imports torch is: a launcher, the rehearsed rank, or a child of it (a data loader's worker, a compiler's)."""
+"""Roles of a process that imports torch: a launcher, the rehearsed rank, or a child of it (a data loader's worker, a
+compiler's)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from .rank import WORKER, environment_of
 from .run import refuse, the_run
 
 _LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "ds"}
-_LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli", "deepspeed.launcher.runner", "deepspeed"}
+_LAUNCHER_MODULES = {
+    "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli", "deepspeed.launcher.runner", "deepspeed",
+}
 
 
 def take() -> None:
@@ -35,7 +39,11 @@ def _refuse_groups(c10d: ModuleType) -> None:
     """A process that the rank has started makes a group: its peers would wait for each other."""
 
     def init_process_group(*_arguments: object, **_settings: object) -> None:
-        refuse(3, "the script starts its ranks as processes of its own, which cannot be rehearsed: start it by torchrun, or its ranks by torch.multiprocessing.spawn")
+        refuse(
+            3,
+            "the script starts its ranks as processes of its own, which cannot be rehearsed: start it by torchrun, or "
+            "its ranks by torch.multiprocessing.spawn",
+        )
 
     c10d.init_process_group = init_process_group
 

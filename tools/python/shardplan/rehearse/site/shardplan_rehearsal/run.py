@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run that this process belongs to: what was asked for, and the folder in which its processes tell the command what became of it."""
+"""The run that this process belongs to: what was asked for, and the folder in which its processes tell the command what
+became of it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Run:
         self.history: bool = asked["history"]
         self.snapshot: str | None = asked["snapshot"]
         self.until: str | None = asked["until"]  # the message that this run is for
-        self.keep = int(os.environ.get("SHARDPLAN_REHEARSE_KEEP", "0"))  # idle seconds of a process for the next run; 0: none
+        # Idle seconds of a process for the next run; 0: none.
+        self.keep = int(os.environ.get("SHARDPLAN_REHEARSE_KEEP", "0"))
         self.library_folder: str = asked["library_folder"]
 
     def local_rank(self) -> int:

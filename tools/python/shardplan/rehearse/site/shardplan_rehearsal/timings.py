@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of kernels, by which Inductor and Triton choose one of several: nothing is computed, so no time means anything. Each runs once (what it allocates counts)
-and takes the same; the first choice is taken."""
+"""Benchmarks of kernels, by which Inductor and Triton choose one of several: nothing is computed, so no time means
+anything. Each runs once (what it allocates counts) and takes the same; the first choice is taken."""
 
 from __future__ import annotations
 
@@ -35,7 +35,13 @@ def patch_profiler(profiler: ModuleType) -> None:
 
 
 def patch_triton(testing: ModuleType) -> None:
-    def once(function, *_arguments: object, quantiles: list[float] | None = None, return_mode: str = "mean", **_settings: object) -> float | list[float]:
+    def once(
+        function,
+        *_arguments: object,
+        quantiles: list[float] | None = None,
+        return_mode: str = "mean",
+        **_settings: object,
+    ) -> float | list[float]:
         function()
         if quantiles is not None and len(quantiles) > 1:
             return [_MS] * len(quantiles)

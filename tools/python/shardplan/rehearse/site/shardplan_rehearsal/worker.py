@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of the rehearsed rank: the pieces that are put in place as the script imports what they change.
 
-[Note: a warm process] The pieces ask for the run, and whether this process is the rank, when they act. So a process may import torch with them in place, and
-be forked for each run (kept.py).
+[Note: a warm process] The pieces ask for the run, and whether this process is the rank, when they act. So a process may
+import torch with them in place, and be forked for each run (kept.py).
 """
 
 from __future__ import annotations
