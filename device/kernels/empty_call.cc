@@ -174,7 +174,7 @@ bool EmptyKernel::RunReworded(const c10::OperatorHandle& op, c10::Stack* stack) 
   return false;
 }
 
-// What the host may read of the results.
+// Settles the results that the host may read.
 void EmptyKernel::Settle(const c10::OperatorHandle& op, const c10::Stack& arguments,
                          std::span<c10::IValue> results) {
   const ForTheDevice computes;

@@ -23,7 +23,7 @@ class EmptyKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack);
 
  private:
-  // What the operator is in other words, where its masks have to be read; true: its values are on the stack.
+  // Runs the operator in other words, where its masks have to be read; true: its values are on the stack.
   bool RunReworded(const c10::OperatorHandle& op, c10::Stack* stack);
   void Settle(const c10::OperatorHandle& op, const c10::Stack& arguments, std::span<c10::IValue> results);
 

@@ -179,7 +179,7 @@ class Call {
     return results;
   }
 
-  // Of the results those that have to be written yet, as the host sees them.
+  // The results that have to be written yet, as the host sees them.
   c10::Stack Targets(const c10::Stack& results) {
     TensorMap on_host(OnHost);
     c10::Stack targets;
@@ -201,8 +201,8 @@ class Call {
     return results;
   }
 
-  // Where the result's shape depends on numbers, or is a number: waits for the stream. `queue` takes the
-  // copies of the results to the device.
+  // Runs an operator whose result's shape depends on numbers, or is a number: waits for the stream. `queue`
+  // takes the copies of the results to the device.
   c10::Stack RunNow(const std::function<void(std::function<void()>)>& queue) {
     const c10::cuda::CUDAGuard guard(device_);
     TORCH_CHECK(FinishStream(c10::cuda::getCurrentCUDAStream(device_.index()).stream()),

@@ -186,7 +186,7 @@ std::vector<std::int64_t> Routing::Choose(std::int64_t rows, std::int64_t k, std
     std::int64_t taken = 0;
     for (std::int64_t expert = 0; expert < experts && taken < k; ++expert) {
       sum += inclusion[static_cast<std::size_t>(expert)];
-      // As many are left as have to be taken: rounding of the sum must not lose one.
+      // Only as many are left as have to be taken: rounding of the sum must not lose one.
       const bool last = experts - expert == k - taken;
       if (sum <= next && !last) continue;
       chosen[static_cast<std::size_t>(row * k + taken++)] = expert;

@@ -4,10 +4,10 @@
 // [Note: known numbers]
 // In null mode bulk arithmetic is empty, and what the host reads is real: integers and truth values up to a
 // size (token ids, counts of tokens, splits, offsets, lengths), and few floats (a loss scale, a step count).
-// A tensor of such a kind and size is known. What is computed from known tensors alone is computed by the
-// host's kernel; what that gives is known, too, if it is of floats: they are remembered by their storage.
-// What would come from empty numbers is settled as if those were 0. An index is a valid one, spread evenly
-// (routers of experts choose by topk).
+// A tensor of such a kind and size is known. Results of known tensors alone are computed by the host's
+// kernel, and are known, too, if they are of floats: they are remembered by their storage. Results of empty
+// numbers are settled as if those were 0. An index is a valid one, spread evenly (routers of experts choose
+// by topk).
 #pragma once
 
 #include <ATen/core/Tensor.h>

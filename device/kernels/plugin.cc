@@ -21,7 +21,7 @@
 #include "device/kernels/special.h"
 #include "device/runtime/software_device.h"
 
-// What a newer release registers, dev/check_torch finds out.
+// dev/check_torch finds out the operators that a newer release registers.
 static_assert(TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 11,
               "written for what torch 2.11 to 2.15 register");
 
@@ -30,7 +30,7 @@ namespace {
 
 using BoxedFunction = void(const c10::OperatorHandle&, c10::Stack*);
 
-// What only touches the allocator, streams or the runtime stays torch's own.
+// Operators that only touch the allocator, streams or the runtime stay torch's own.
 constexpr std::array<std::string_view, 12> kReal = {"aten::empty",
                                                     "aten::empty_strided",
                                                     "aten::resize_",
@@ -117,7 +117,7 @@ void PutBeforeAll(c10::DispatchKey key) {
   }
 }
 
-// Where nothing computes.
+// Registers the kernels of null mode.
 void RegisterEmpty() {
   PutBeforeAll<EmptyKernel>(c10::DispatchKey::CUDA);
   PutBeforeAll<QuietKernel>(c10::DispatchKey::CPU);

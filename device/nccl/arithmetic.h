@@ -20,9 +20,9 @@ struct Reduction {
   double factor = 1.0;
 };
 
-// to[i] = the reduction of from[r][i] over the ranks r, in their order. As NCCL's kernels do it: the factor
-// (and, for floating dtypes, the mean's 1/n) is applied to each rank's element, rounded to the dtype;
-// two-byte floats are added in float and rounded at the end.
+// to[i] = the reduction of from[r][i] over the ranks r, in their order. The arithmetic is that of NCCL's
+// kernels: the factor (and, for floating dtypes, the mean's 1/n) is applied to each rank's element, rounded
+// to the dtype; two-byte floats are added in float and rounded at the end.
 void Reduce(const Reduction& reduction, ncclDataType_t dtype, const std::vector<const std::byte*>& from,
             std::size_t count, std::byte* to);
 

@@ -17,7 +17,7 @@ namespace {
 constexpr std::chrono::microseconds kPoll{50};
 constexpr std::chrono::milliseconds kPeerCheck{50};
 
-// Where nothing computes there are no peers (played.h): a communicator of any size is ready at once.
+// In null mode there are no peers (played.h): a communicator of any size is ready at once.
 bool IsAlone() { return TheSettings().null; }
 
 }  // namespace
@@ -178,8 +178,8 @@ void Communicator::Launch(std::vector<Operation> operations, const std::shared_p
                                               : next_number_++;
   }
   if (IsAlone()) PlayPeers(operations, rank_, ranks_);
-  // NCCL launches the work of one communicator in the order of the calls, whatever the streams. Where nothing
-  // computes only streams order it, so that what a host knows is what the program alone makes certain.
+  // NCCL launches the work of one communicator in the order of the calls, whatever the streams. In null mode
+  // only streams order it, so that a host knows only what the program alone makes certain.
   Task task = {NameOf(operations.front().kind), IsAlone() ? std::vector<Point>() : std::vector{last_}, {}};
   task.run = [self = shared_from_this(), operations = std::move(operations)]() mutable {
     bool done = true;

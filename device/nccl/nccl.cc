@@ -72,7 +72,7 @@ std::unique_ptr<SharedFile> FileOf(const Id& id) {
 
 bool IsBlocking(const ncclConfig_t* config) { return config == nullptr || config->blocking != 0; }
 
-// What the ranks of a group of calls launch together.
+// Operations that the ranks of a group of calls launch together.
 struct Group {
   int depth = 0;
   struct Launched {
@@ -364,7 +364,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t, void*, size_t, ncclWindow_t*, in
   return ncclInvalidUsage;
 }
 ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) { return ncclInvalidUsage; }
-// Of NCCL 2.30; an older header declares none of them.
+// Functions of NCCL 2.30; an older header declares none of them.
 ncclResult_t ncclCommGetUniqueId(ncclComm_t, ncclUniqueId*) { return ncclInvalidUsage; }
 ncclResult_t ncclCommGrow(ncclComm_t, int, const ncclUniqueId*, int, ncclComm_t*, ncclConfig_t*) {
   return ncclInvalidUsage;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a communicator's tasks do when they are tried.
+// The tasks of a communicator when they are tried.
 #include <bit>
 #include <cstring>
 

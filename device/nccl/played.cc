@@ -43,8 +43,8 @@ void ReduceSame(const Operation& op, const std::byte* from, std::size_t ranks) {
   Reduce(op.reduction, op.dtype, parts, op.count, op.to);
 }
 
-// What peers give in the same launch is what this rank gives there: what it sends to itself (an all_to_all of
-// messages), else what it sends to anybody (a ring), or what it broadcasts (an all_gather of broadcasts).
+// Peers give in the same launch what this rank gives there: its message to itself (an all_to_all of
+// messages), else its message to anybody (a ring), or its broadcast (an all_gather of broadcasts).
 const Operation* Given(const std::vector<Operation>& operations, const Operation& op, int rank) {
   const OpKind kind = op.kind == OpKind::kReceive ? OpKind::kSend : op.kind;
   const Operation* found = nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ranks of a communicator share: one file of memory, sparse, whose pages come when they are touched.
+// Memory that the ranks of a communicator share: one sparse file, whose pages come when they are touched.
 //
 // [Note: two slots]
 // A rank puts what it gives to a collective into one of two slots, by the collective's number, when everybody
@@ -21,7 +21,7 @@ constexpr int kMaxRanks = 64;
 constexpr int kSlots = 2;
 constexpr int kMaxSplits = 256;
 
-// What a rank says that it does; the others compare it with what they do.
+// A rank's account of its operation; the others compare it with theirs.
 struct Said {
   int kind = 0;
   int dtype = 0;

@@ -28,8 +28,8 @@ bool KindFits(const void* dst, const void* src, cudaMemcpyKind kind) {
 thread_local bool reads_zeros = false;
 constexpr std::size_t kNumbersBytes = 4096;
 
-// Where nothing computes, a few numbers are copied when the copy is issued; whole tensors are left as they
-// are. (What tensors of integers hold, the kernels' plug-in copies.)
+// In null mode a few numbers are copied when the copy is issued; whole tensors are left as they are. (The
+// kernels' plug-in copies tensors of integers.)
 cudaError_t CopyNothing(const std::shared_ptr<Stream>& stream, void* dst, const void* src,
                         std::size_t bytes) {
   const Point point = EnqueueData(stream, "memcpy", {});
@@ -45,8 +45,8 @@ cudaError_t CopyNothing(const std::shared_ptr<Stream>& stream, void* dst, const 
 }
 
 // [Note: copies and the host]
-// From or to pinned memory a copy is work of the stream. What comes from pageable memory is staged before the
-// call returns; what goes there is there when it returns.
+// From or to pinned memory a copy is work of the stream. A copy from pageable memory is staged before the
+// call returns; a copy to it is there when the call returns.
 cudaError_t CopyOn(const std::shared_ptr<Stream>& stream, void* dst, const void* src, std::size_t bytes,
                    cudaMemcpyKind kind) {
   if (stream == nullptr) return cudaErrorInvalidResourceHandle;

@@ -28,7 +28,7 @@ Explanations& TheExplanations() {
   return *explanations;
 }
 
-// Of an H100; what computes a bandwidth must not divide by zero.
+// Figures of an H100; a computed bandwidth must not divide by zero.
 constexpr int kBusWidth = 5120, kClockKhz = 1'980'000, kMemoryClockKhz = 2'619'000;
 
 // Shared memory of a multiprocessor. CUDA C++ Programming Guide, table of technical specifications by

@@ -59,7 +59,7 @@ bool Engine::RunFirst(const std::shared_ptr<Stream>& stream, Lock& lock) {
   ++stream->completed_;
   if (stream->queue_.empty()) std::erase(active_, stream);
   changed_.notify_all();
-  // What the task holds is released without the lock: it may call the device.
+  // The task's captures are released without the lock: they may call the device.
   lock.unlock();
   ended = {};
   lock.lock();

@@ -75,7 +75,7 @@ class Engine {
   // Runs what the point needs, as far as it goes without waiting for anybody.
   void Nudge(const Point& point);
 
-  // What peers wait for here: asked between tasks. Returned: for Forget.
+  // A point that peers wait for here: asked between tasks. Returned: for Forget.
   using Demand = std::function<std::optional<Point>()>;
   int AddDemand(Demand demand);
   void ForgetDemand(int id);

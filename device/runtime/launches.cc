@@ -3,8 +3,8 @@
 // where nothing computes, work without content.
 //
 // [Note: a launch that slips through]
-// The plug-in replaces torch's kernels above the launch. What is launched all the same was not replaced, and
-// its output would be whatever the memory held: so the device breaks.
+// The plug-in replaces torch's kernels above the launch. A kernel that is launched all the same was not
+// replaced, and its output would be whatever the memory held: so the device breaks.
 #include <cxxabi.h>
 
 #include <cstdlib>
@@ -128,7 +128,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   *blocks = 1;
   return Answer(cudaSuccess);
 }
-// Where nothing computes, a variable of the device is memory that nobody reads.
+// In null mode a variable of the device is memory that nobody reads.
 cudaError_t cudaGetSymbolAddress(void** address, const void* symbol) {
   if (!TheSettings().null) return Refuse(symbol);
   constexpr std::size_t kAnyVariableBytes = std::size_t{1} << 16;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA driver: modules and launches, as Triton and torch's static launcher ask for them. Where nothing
-// computes, a module is without content and a launch is work without content on its stream; in the other
-// modes nobody could run its kernels, and loading it is an error.
+// The CUDA driver: modules and launches, as Triton and torch's static launcher ask for them. In null mode a
+// module is without content and a launch is work without content on its stream; in the other modes nobody
+// could run its kernels, and loading it is an error.
 #include <cuda.h>
 #include <dlfcn.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the environment says about the device in software. Read once.
+// Settings of the device in software from the environment. Read once.
 #pragma once
 
 #include <cstddef>

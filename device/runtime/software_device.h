@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels' plug-in calls in the preloaded library.
+// Functions of the preloaded library that the kernels' plug-in calls.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,7 +16,7 @@ SHARDPLAN_DEVICE_API void EnqueueKernel(cudaStream_t stream, const std::string& 
                                         std::function<void()> work);
 // Blocks until all that was issued on the stream is done. False: the device is broken.
 SHARDPLAN_DEVICE_API bool FinishStream(cudaStream_t stream);
-// What broke the device; empty: nothing.
+// The reason why the device is broken; empty: it is not.
 SHARDPLAN_DEVICE_API std::string WhatIsBroken();
 // Is this null mode?
 SHARDPLAN_DEVICE_API bool ComputesNothing();

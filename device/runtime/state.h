@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the parts of the runtime share: devices, handles, errors.
+// State that the parts of the runtime share: devices, handles, errors.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +13,7 @@
 
 namespace shardplan::softdevice {
 
-// What a cudaEvent_t is. An event that was never recorded counts as reached.
+// The event behind a cudaEvent_t. An event that was never recorded counts as reached.
 struct Event {
   std::mutex mutex;
   Point point;

@@ -124,9 +124,9 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 
 // [Note: graphs]
-// Where nothing computes, a capture is a number: the streams that it takes have it, so that the allocator
-// uses its private pool. What is issued meanwhile is done as ever, and a graph that is launched is work
-// without content. In the other modes a graph would have to do its work again: captures are refused.
+// In null mode a capture is a number: the streams that it takes have it, so that the allocator uses its
+// private pool. Work issued meanwhile is done as ever, and a graph that is launched is work without content.
+// In the other modes a graph would have to do its work again: captures are refused.
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status,
                                      unsigned long long* id, cudaGraph_t* graph,
                                      const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,

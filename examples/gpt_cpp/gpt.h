@@ -29,8 +29,8 @@ struct Config {
   std::int64_t width = 64;
 };
 
-// As Python's nn.Linear, in one operator; torch::nn::Linear::forward adds the bias in a second one, and
-// rounds twice.
+// Computes in one operator, as Python's nn.Linear does; torch::nn::Linear::forward adds the bias in a second
+// one, and rounds twice.
 inline at::Tensor Apply(const nn::Linear& linear, const at::Tensor& x) {
   return at::linear(x, linear->weight, linear->bias);
 }

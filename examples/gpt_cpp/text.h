@@ -15,7 +15,7 @@
 
 namespace gpt {
 
-// As numbers of its bytes, in the order of their values.
+// A text as numbers of its bytes, in the order of their values.
 struct Text {
   // context: tokens of a row. std::invalid_argument: the file cannot be read, or is shorter than a row.
   Text(const std::string& path, std::int64_t context) : context(context) {

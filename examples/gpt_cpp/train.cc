@@ -114,7 +114,7 @@ gpt::Text ReadText(const std::string& path, std::int64_t context) {
 
 volatile std::sig_atomic_t told_to_end = 0;
 
-// What goes through shardplan's Status and Result.
+// Errors of shardplan's Status and Result become a Failure.
 Failure Failed(const shardplan::Error& error) { return {error.code, ToString(error)}; }
 void OrThrow(const shardplan::Status& status) {
   if (!status) throw Failed(status.error());

@@ -5,7 +5,7 @@
 //   persistent parameters      parameter_offload.py, stage3.py
 //   constants                  config.py
 // DeepSpeed records the order of modules in its first iterations and then uses it; the planner knows it from
-// the start. What differs: gradients are reduced unit by unit, not in buckets of reduce_bucket_size.
+// the start. One thing differs: gradients are reduced unit by unit, not in buckets of reduce_bucket_size.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -47,7 +47,7 @@ class Zero3 : public shardplan::Policy {
   Status SetUp() override { return units_.SetUp(); }
   Status Procedures() override { return units_.Procedures(); }
 
-  // Of the policy's own nothing is left when a step ends: each forward begins anew.
+  // Nothing of the policy's own is left when a step ends: each forward begins anew.
   std::unique_ptr<shardplan::PolicyState> State() const override {
     return std::make_unique<shardplan::PolicyStateOf<shardplan::UnitOperations::State>>(units_.state());
   }

@@ -80,7 +80,8 @@ class ReshardExecution {
     });
     if (!status) {
       Blame(status.error());
-      // What waits for a rank that is gone would keep the device, and whoever synchronises with it, for ever.
+      // Work that waits for a rank that is gone would keep the device, and whoever synchronises with it, for
+      // ever.
       collectives_.Abort(status.error().message);
     }
     const Status ended = AgreeOn("end", status ? std::string() : ToString(status.error()));
@@ -160,7 +161,7 @@ class ReshardExecution {
     }
   }
 
-  // What a rank sends to and receives from each other one, one piece behind the other in its staging memory.
+  // Pieces that a rank sends to and receives from each other one, one behind the other in its staging memory.
   struct Staged {
     std::vector<std::vector<const ReshardPiece*>> to, from;
     std::vector<std::int64_t> sends, receives;
@@ -228,7 +229,7 @@ class ReshardExecution {
     return Finish();
   }
 
-  // What a stream has run on is not told by its end alone: a collective that was given up ends, too.
+  // The end of a stream does not tell that its work is done: a collective that was given up ends, too.
   Status Finish() {
     const Result<bool> done = device_.Synchronize();
     if (Status status = collectives_.Check(); !status) return status;

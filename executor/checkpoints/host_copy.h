@@ -15,10 +15,10 @@ namespace shardplan::executor {
 // The memory is kept, and used again by the next copy.
 class HostCopy {
  public:
-  // Of tensors of one device. What is in host memory is copied when this returns; what is on a device with
-  // streams is copied on one of its own, behind what is issued already.
+  // Copies tensors of one device. Tensors in host memory are copied when this returns; those of a device with
+  // streams are copied on one of its own, behind what is issued already.
   void Take(const std::vector<at::Tensor>& tensors);
-  // What is issued from now on, on the current stream, runs when the copies are made.
+  // Later work on the current stream runs when the copies are made.
   void HoldBack();
   // Blocks until the copies are made.
   void Synchronize() const;

@@ -9,7 +9,7 @@
 namespace shardplan::executor {
 namespace {
 
-// Where the bytes of a copy lie: its runs, at the strides of its loops.
+// The places of a copy's bytes: its runs, at the strides of its loops.
 struct Places {
   std::byte* begin = nullptr;
   c10::Device device;
@@ -41,7 +41,7 @@ at::ScalarType WordOf(std::int64_t bytes) {
   return bytes == 8 ? at::kLong : bytes == 4 ? at::kInt : bytes == 2 ? at::kShort : at::kByte;
 }
 
-// As a tensor of words of so many bytes.
+// The places as a tensor of words of so many bytes.
 at::Tensor View(const Places& places, const ReshardCopy& copy, std::int64_t word) {
   std::vector<std::int64_t> sizes, strides;
   for (std::size_t l = 0; l < copy.loops.size(); ++l) {

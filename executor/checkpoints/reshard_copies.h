@@ -14,7 +14,7 @@ std::int64_t EndOf(const ReshardCopy& copy, bool is_source);
 // On the current stream. To `staging`, at byte `at`, one run behind the other; and from there.
 void Pack(const at::Tensor& source, const ReshardCopy& copy, const at::Tensor& staging, std::int64_t at);
 void Unpack(const at::Tensor& staging, std::int64_t at, const ReshardCopy& copy, const at::Tensor& target);
-// Of what stays on the rank.
+// Moves a copy that stays on the rank.
 void Move(const at::Tensor& source, const ReshardCopy& copy, const at::Tensor& target);
 
 }  // namespace shardplan::executor

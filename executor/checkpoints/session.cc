@@ -25,14 +25,14 @@ namespace {
 
 using SessionClock = std::chrono::steady_clock;
 
-// Of a device's memory that is read to from a file at a time.
+// Bytes of a device's memory that are read to from a file at a time.
 constexpr std::int64_t kLoadBytes = std::int64_t{64} << 20;
 
 std::int64_t SinceNs(SessionClock::time_point begin) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(SessionClock::now() - begin).count();
 }
 
-// What torch throws (no memory, a broken device) as an error.
+// Errors of torch (no memory, a broken device) as an Error.
 template <typename Work>
 Status Caught(const Work& work) {
   try {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ranks of any run have in common: where they meet, what they run on, and how the first one speaks
-// for all.
+// Common parts of the ranks of any run: where they meet, what they run on, and how the first one speaks for
+// all.
 #pragma once
 
 #include <chrono>
@@ -35,8 +35,8 @@ Status AgreeOnDocument(const executor::Fact& document, const std::optional<Error
                        const c10::intrusive_ptr<c10d::Store>& store,
                        const std::shared_ptr<executor::Peers>& peers);
 
-// A rank's part in a run: meets the others, agrees with them on `document` (asked for once), then `run`. What
-// torch throws is kEnvironment.
+// A rank's part in a run: meets the others, agrees with them on `document` (asked for once), then `run`. An
+// exception of torch is kEnvironment.
 Status TakePart(const RunOptions& options, const RankEnvironment& environment,
                 const std::optional<Error>& failure, const std::function<executor::Fact()>& document,
                 const std::function<Status(const c10::intrusive_ptr<c10d::Store>& store,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a segment of the model costs, for filler compute.
+// Costs of a segment of the model, for filler compute.
 #pragma once
 
 #include "shardplan/schemas/cluster.h"

@@ -83,7 +83,7 @@ std::int64_t NumelOfShape(const std::vector<std::int64_t>& shape) {
   return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
 }
 
-// Of a buffer of gradients: the part that holds the parameter's; -1: none.
+// The part of a buffer of gradients that holds the parameter's; -1: none.
 std::int64_t PartOf(const Plan& plan, const Buffer& buffer, std::int32_t parameter) {
   const std::vector<std::int32_t> parameters = ParametersOf(plan, buffer);
   const auto found = std::ranges::find(parameters, parameter);
@@ -181,8 +181,7 @@ void FillerModel::AllocateOrFree(const SegmentEntry& entry, std::int32_t microba
   }
 }
 
-// Where the gradient is that the part of a grad_unsharded buffer holds, whichever buffer of the unit takes
-// it.
+// The gradient that the part of a grad_unsharded buffer holds, whichever buffer of the unit takes it.
 at::Tensor& FillerModel::GradientOf(BufferId buffer, std::size_t part) {
   const Buffer& of = plan_.buffers[buffer];
   return gradients_[of.unit][ParametersOf(plan_, of)[part]];

@@ -63,7 +63,8 @@ Result<Plan> ReadPlanForRun(const RunOptions& options, const std::optional<RankE
   return plan;
 }
 
-// What every rank reads, before any starts. Ranks that our launcher started read what it has read.
+// Reads the documents of every rank, before any starts. Ranks that our launcher started read what it has
+// read.
 Result<Plan> ReadDocumentsForRun(const RunOptions& options, const std::optional<RankEnvironment>& environment,
                                  const std::string& who) {
   const bool is_alone = !environment && options.device == DeviceKind::kVirtual;
@@ -85,7 +86,7 @@ Result<Plan> ReadDocumentsForRun(const RunOptions& options, const std::optional<
   return plan;
 }
 
-// As many ranks as the plan needs, here.
+// Launches as many ranks as the plan needs, here.
 int Launch(const RunOptions& options, const std::vector<std::string>& arguments, std::int64_t needed,
            const char* pointer, const std::string& who) {
   const std::int64_t ranks = options.ranks > 0 ? options.ranks : needed;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `shardplan run` was asked for: read by the command before it starts shardplan-run, and by
-// shardplan-run. Needs no LibTorch.
+// The options of `shardplan run`: read by the command before it starts shardplan-run, and by shardplan-run.
+// Needs no LibTorch.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct RunOptions {
   bool verify = true;
 };
 
-// Fills `options` from a command line that begins with the program's name. Where that ends the program, with
-// the help on standard output or with what is wrong on standard error, its exit code.
+// Fills `options` from a command line that begins with the program's name. Returns the exit code if that ends
+// the program, with the help on standard output or with what is wrong on standard error.
 std::optional<int> ParseRun(int argc, const char* const* argv, RunOptions& options);
 
 }  // namespace shardplan::run

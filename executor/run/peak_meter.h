@@ -15,7 +15,7 @@ namespace shardplan::run {
 
 class PeakMeter {
  public:
-  // What was allocated before, and not told `count`, is none of it.
+  // Earlier allocations that `count` was not told of do not count.
   explicit PeakMeter(std::shared_ptr<const executor::AllocationCount> count) : count_(std::move(count)) {}
 
   void Look() { peak_ = std::max(peak_, count_->now()); }

@@ -12,10 +12,10 @@
 
 namespace shardplan::run {
 
-// kUsage: the options leave nothing to record. Of a plan of resharding `plan` is null.
+// kUsage: the options leave nothing to record. `plan` is null for a plan of resharding.
 Status CheckProfile(const RunOptions& options, const Plan* plan);
 
-// Of `options.steps` steps: the first one makes connections, the others are recorded in turns.
+// Records `options.steps` steps: the first one makes connections, the others are recorded in turns.
 executor::RecorderOptions RecorderOptionsOf(const RunOptions& options);
 
 // Has `shardplan import-profile`, which lies beside this program, write the report of the first rank. Its

@@ -27,7 +27,7 @@ std::int64_t RanksNeeded(const ReshardPlan& plan) {
   return std::max(RanksOf(plan.source), RanksOf(plan.target));
 }
 
-// What a rank tells of its runs, as numbers in a line.
+// Figures of a rank's runs, as numbers in a line.
 struct RankFigures {
   executor::ReshardMoved moved;
   std::int64_t state_bytes = 0;
@@ -195,7 +195,7 @@ Result<ReshardPlan> ReadReshardForRun(const RunOptions& options, bool is_verifie
 
 Status RunReshardRank(const Result<ReshardPlan>& plan, const RunOptions& options,
                       const RankEnvironment& environment) {
-  // What is wrong on one rank is told to all, in place of a digest.
+  // A fault of one rank is told to all, in place of a digest.
   const std::optional<Error> failure = WhyNoReshard(plan, options, environment);
   const auto document = [&] {
     return executor::Fact{"the plan of resharding", failure ? "" : Digest(ToJson(*plan))};

@@ -12,12 +12,12 @@
 
 namespace shardplan::run {
 
-// What one rank holds of a layout.
+// The part of a layout that one rank holds.
 class RankState {
  public:
   RankState(const StateLayout& layout, std::int64_t rank, c10::Device device);
 
-  // Of the tensor, or of the flat buffer that it lies in.
+  // The storage of the tensor, or of the flat buffer that it lies in.
   at::Tensor StorageOf(const StateTensor& tensor) const { return storages_.at(KeyOf(tensor)); }
   void Fill();
   // Overwrites everything with a byte that says that nothing came.

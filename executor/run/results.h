@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What was measured, next to what was simulated.
+// Measured figures next to simulated ones.
 #pragma once
 
 #include <string>

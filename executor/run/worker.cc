@@ -31,7 +31,7 @@ Nanoseconds Since(Clock::time_point begin) {
   return {std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count()};
 }
 
-// Where the host's time goes, and how much memory is allocated.
+// Meters the host's time, and how much memory is allocated.
 class Meter final : public executor::Observer {
  public:
   explicit Meter(PeakMeter& peak) : peak_(peak) {}
@@ -208,7 +208,7 @@ std::optional<Error> WhyNot(const Result<Plan>& plan, const RunOptions& options,
 }  // namespace
 
 Status RunRank(const Result<Plan>& plan, const RunOptions& options, const RankEnvironment& environment) {
-  // What is wrong on one rank is told to all, in place of a digest.
+  // A fault of one rank is told to all, in place of a digest.
   const std::optional<Error> failure = WhyNot(plan, options, environment);
   const auto document = [&] { return executor::Fact{"the plan", failure ? "" : Digest(ToJson(*plan))}; };
   return TakePart(options, environment, failure, document, [&](const auto& store, const auto& peers) {

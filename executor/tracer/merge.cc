@@ -25,7 +25,7 @@ OperatorEvent WithoutStorages(OperatorEvent op) {
   return op;
 }
 
-// What is the same with and without marks: anything but storages, sums and the moments themselves.
+// The part that is the same with and without marks: anything but storages, sums and the moments themselves.
 std::optional<TraceEvent> AnchorOf(const TraceEvent& event) {
   if (const auto* op = std::get_if<OperatorEvent>(&event)) {
     if (IsSum(event)) return std::nullopt;
@@ -99,8 +99,8 @@ Lives SplitAtDeaths(const std::vector<TraceEvent>& events) {
   return lives;
 }
 
-// What is the same with nothing kept: anything but the numbers of storages and tensors, and the roles that
-// follow from deaths.
+// The part that is the same with nothing kept: anything but the numbers of storages and tensors, and the
+// roles that follow from deaths.
 TraceEvent ShapeOfEvent(const TraceEvent& event) {
   if (const auto* birth = std::get_if<AllocateEvent>(&event)) {
     return AllocateEvent{-1, birth->size_bytes, StorageRole::kForwardTemp, birth->module, -1};
@@ -154,8 +154,8 @@ std::optional<std::vector<TraceEvent>> WithReleases(const std::vector<TraceEvent
   return result;
 }
 
-// Of the outputs of modules that need a gradient, by forward and tensor: whether they get one. Forwards
-// without a backward are not in it.
+// Outputs of modules that need a gradient, by forward and tensor: whether they get one. Forwards without a
+// backward are not in it.
 std::map<std::pair<std::size_t, TensorId>, bool> TensorsInLoss(const std::vector<Pass>& forwards,
                                                                const std::vector<Pass>& backwards) {
   struct Output {

@@ -12,8 +12,8 @@ namespace shardplan::executor {
 
 // [Note: two recordings]
 // A mark on a module's inputs adds up what the module's own uses of an input send back, before the caller's
-// other uses join. Without it the engine adds all of them up as they come. Where an input is used several
-// times inside a module and again outside, that makes a different sum, and sometimes one temporary more. The
+// other uses join. Without it the engine adds all of them up as they come. An input that is used several
+// times inside a module and again outside has a different sum that way, and sometimes one temporary more. The
 // unsharded step has no marks (and FSDP has them on its units only), so then a second recording without them
 // gives operators and storages, and the first only the moments. The events of a backward recorded without
 // marks, with the inputs_done events of the one with them. Nothing: the two do not run alike.

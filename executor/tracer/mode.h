@@ -10,8 +10,8 @@
 // factories without tensors are seen, and the engine runs as it does for the tracer ([Note: in place on real
 // tensors]). The alternatives have other operators: at::RecordFunction is called above autograd and inside of
 // kernels, and can answer nothing; a fallback at a key of one's own is above autograd or collides with the
-// fallbacks that are there. The table is the same in torch 2.11 to 2.15. Where a later one has another
-// function, this file does not compile.
+// fallbacks that are there. The table is the same in torch 2.11 to 2.15. If a later one has another function,
+// this file does not compile.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -26,7 +26,7 @@ class OperatorHandler {
  public:
   virtual ~OperatorHandler() = default;
   // Replaces the arguments on top of the stack by the results: CallBelow does. Operators that it calls itself
-  // do not come here. What it throws, the operator throws.
+  // do not come here. Its exceptions are the operator's.
   virtual void Dispatch(const c10::OperatorHandle& op, torch::jit::Stack& stack) = 0;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one dispatched operator costs: FLOPs, bytes read and written. The rules of the tracer
+// The cost of one dispatched operator: FLOPs, bytes read and written. The rules of the tracer
 // (tools/python/shardplan/tracer/operators.py) for C++; a test compares both tables, and recordings of both.
 #pragma once
 
@@ -30,7 +30,7 @@ std::int64_t TouchedBytes(const at::Tensor& tensor);
 // Whether the elements fill a block without gaps or overlaps, in some order of the dimensions.
 bool IsDense(const at::Tensor& tensor);
 
-// What is known of an operator before its arguments.
+// Facts of an operator before its arguments.
 struct OperatorKind {
   explicit OperatorKind(const c10::OperatorHandle& op);
 
@@ -52,7 +52,7 @@ std::vector<ReadTensor> ReadTensors(const OperatorKind& kind, c10::ArrayRef<c10:
                                     const std::vector<at::Tensor>& outputs);
 std::vector<at::Tensor> WrittenArguments(const OperatorKind& kind, c10::ArrayRef<c10::IValue> arguments);
 
-// Those of matrix products, convolutions, attention and recurrent layers; 0 of everything else.
+// FLOPs of matrix products, convolutions, attention and recurrent layers; 0 of everything else.
 std::int64_t Flops(const OperatorKind& kind, c10::ArrayRef<c10::IValue> arguments,
                    c10::ArrayRef<c10::IValue> results);
 

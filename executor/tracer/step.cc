@@ -199,7 +199,8 @@ void StepTracer::Backward(at::Tensor loss) {
   phase_ = Phase::kBackward;
   {
     const DispatchMode mode(*this);
-    // Where FSDP's final callback runs: the engine is done, the caller still holds the loss and its gradient.
+    // The place of FSDP's final callback: the engine is done, the caller still holds the loss and its
+    // gradient.
     loss.register_hook([self = self_](const at::TensorBase&) {
       torch::autograd::Engine::get_default_engine().queue_callback([self] {
         if (*self != nullptr) (*self)->Emit(BackwardEndEvent{});

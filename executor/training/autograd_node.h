@@ -76,8 +76,8 @@ auto MakeNode(Arguments&&... arguments) {
   return internal::MakeNode<Node>(std::forward<Arguments>(arguments)...);
 }
 
-// What torch.autograd.Function makes of outputs that are its inputs, with their rules: views that keep their
-// version counter, guarded against in-place changes.
+// Wraps outputs that are its inputs by torch.autograd.Function's rules: views that keep their version
+// counter, guarded against in-place changes.
 inline internal::Outputs WrapOutputs(const torch::autograd::variable_list& inputs,
                                      const internal::Outputs& outputs, const NodePtr& node) {
   return internal::WrapOutputs(inputs, outputs, node);

@@ -18,7 +18,7 @@ void ThrowFailure(const Error& error, const std::exception_ptr& thrown) {
     } catch (const c10::OutOfMemoryError&) {
       throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, "shardplan: " + ToString(error));
     } catch (const std::exception&) {
-      // What the error says.
+      // The error has its message.
     }
   }
   Throw(error);

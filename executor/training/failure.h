@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a training that fails throws.
+// The exceptions of a training that fails.
 #pragma once
 
 #include <exception>
@@ -9,7 +9,7 @@
 
 namespace shardplan::executor {
 
-// As a TrainingError.
+// Throws it as a TrainingError.
 [[noreturn]] void Throw(const Error& error);
 void OrThrow(const Status& status);
 // ... or as a c10::OutOfMemoryError, if that is what a replayer's operation has thrown.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a profiler sees of a plan's instructions: a range for each, inside of those that go by FSDP2's names.
+// A plan's instructions in a profiler: a range for each, inside of those that go by FSDP2's names.
 //
 //   FSDP::all_gather (layers.1)
 //   |--- shardplan::allocate layers.1

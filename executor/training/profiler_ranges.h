@@ -23,7 +23,7 @@ class ProfilerRanges final : public Observer, private PlanRanges {
   // `plan` outlives this. Names are made when somebody listens for the first time.
   explicit ProfilerRanges(const Plan& plan) : PlanRanges(plan), instruction_(plan) {}
 
-  // Whether anybody listens on this thread. What follows is called only then.
+  // Whether anybody listens on this thread. The later functions are called only then.
   static bool On() { return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value(); }
 
   // The replayer's next trigger, or procedure, is watched as long as this lives. `outermost`: the unit is

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a Training adds to the host time of a deep model of tiny units, on one rank, for
+// The host time that a Training adds to a deep model of tiny units, on one rank, for
 // bench_training_host_time.py: many_units.py in LibTorch, plain and by a plan, taking turns. Prints four
 // medians in microseconds per unit: forward and backward of the plain model, and of the other.
 //
@@ -30,7 +30,7 @@ using shardplan::executor::ModuleCalls;
 using shardplan::executor::Training;
 using Clock = std::chrono::steady_clock;
 
-// As nn.Linear in Python: one operator.
+// Computes in one operator, as nn.Linear does in Python.
 at::Tensor Apply(const nn::Linear& linear, const at::Tensor& x) {
   return at::linear(x, linear->weight, linear->bias);
 }

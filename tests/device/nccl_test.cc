@@ -88,7 +88,7 @@ class Nccl : public testing::TestWithParam<std::string> {
   }
 };
 
-// What rank r gives to the i-th call: numbers whose sums are exact.
+// The numbers that rank r gives to the i-th call: their sums are exact.
 std::vector<float> Given(std::uint32_t seed, int call, int rank, std::size_t count) {
   std::mt19937 random(seed + 1000U * static_cast<std::uint32_t>(call) + static_cast<std::uint32_t>(rank));
   std::vector<float> values(count);

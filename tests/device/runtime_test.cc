@@ -13,7 +13,7 @@
 #include "device/runtime/software_device.h"
 #include "tests/executor/forked_ranks.h"
 
-// What the compiler's code for kernels calls.
+// The functions that the compiler's code for kernels calls.
 extern "C" void __cudaRegisterFunction(void**, const char*, char*, const char*, int, uint3*, uint3*, dim3*,
                                        dim3*, int*);
 
@@ -213,7 +213,7 @@ INSTANTIATE_TEST_SUITE_P(Modes, Runtime, testing::Values("inline", "lazy:1", "la
                            return name;
                          });
 
-// What the lazy mode is for: of the two orders that the host left open, some seed takes each.
+// The lazy mode is for this: of the two orders that the host left open, some seed takes each.
 TEST(LazyDevice, ALostWaitIsSeen) {
   int stale = 0;
   int fresh = 0;

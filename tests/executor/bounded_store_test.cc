@@ -21,7 +21,7 @@ namespace {
 using std::chrono::milliseconds;
 using ::testing::HasSubstr;
 
-// As a TCPStore whose server is stopped: every call hangs until the server goes on.
+// A TCPStore whose server is stopped: every call hangs until the server goes on.
 class Server {
  public:
   void Stop() { Set(true); }
@@ -69,7 +69,7 @@ class ServedStore final : public c10d::HashStore {
 
 class BoundedStoreTest : public ::testing::Test {
  protected:
-  // What is given up hangs no longer than the test.
+  // A call that is given up hangs no longer than the test.
   void TearDown() override { server_->GoOn(); }
 
   static milliseconds TimeOf(const std::function<void()>& call) {

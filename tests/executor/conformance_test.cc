@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every recorded case, every knob, random models and optimised plans on a backend with a process for each
-// rank: cpu with Gloo, cuda with NCCL. What planned_test.cc runs on the virtual machine, with the same model
-// of numbers.
+// rank: cpu with Gloo, cuda with NCCL. The cases are those of planned_test.cc on the virtual machine, with
+// the same model of numbers.
 //
 // SHARDPLAN_CASE=hsdp runs the cases whose name contains that; SHARDPLAN_RANDOM=1000 so many random models;
 // SHARDPLAN_EVERY=5 every fifth case, SHARDPLAN_FIRST=2 from the third on. On cpu it is every third one,
@@ -62,7 +62,8 @@ std::vector<PlanCase> AllCases(std::int64_t ranks) {
   return cases;
 }
 
-// The plans for so many ranks. What PyTorch refuses or computes wrongly is left to the virtual machine.
+// The plans for so many ranks. Cases that PyTorch refuses or computes wrongly are left to the virtual
+// machine.
 std::vector<RankCase> CasesOf(std::int64_t ranks) {
   const char* filter = std::getenv("SHARDPLAN_CASE");
   const char* every = std::getenv("SHARDPLAN_EVERY");

@@ -18,8 +18,8 @@ using std::chrono::milliseconds;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-// As c10d's: wait() returns once it is over, throws its error, or says that the wait was too short. It ends
-// at the `ends`-th event: each wait and each question whether it is over is one.
+// A work like c10d's: wait() returns once it is over, throws its error, or says that the wait was too short.
+// It ends at the `ends`-th event: each wait and each question whether it is over is one.
 class ScriptedWork final : public c10d::Work {
  public:
   ScriptedWork(int ends, std::string error) : ends_(ends), error_(std::move(error)) {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the conformance suite needs of a backend with a process for each rank. A test program links one of
-// cpu_rank_backend.cc and cuda_rank_backend.cc.
+// The interface of a backend with a process for each rank, for the conformance suite. A test program links
+// one of cpu_rank_backend.cc and cuda_rank_backend.cc.
 #pragma once
 
 #include <cstdint>

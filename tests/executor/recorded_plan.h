@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every recording of a plan's steps has to say, whatever the device.
+// Facts that every recording of a plan's steps has to say, whatever the device.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the replayer checks: the order of triggers, the rank, the plan's buffers; and how shards are cut.
+// Checks of the replayer: the order of triggers, the rank, the plan's buffers; and how shards are cut.
 #include "shardplan/executor/replayer.h"
 
 #include <gmock/gmock.h>

@@ -65,7 +65,7 @@ class SessionRank {
     }
     return storages;
   }
-  // What is not as `wanted` has it.
+  // The first difference from `wanted`.
   std::string Differs(const Storages& found, const NaiveState& wanted) const {
     for (const auto& [name, tensor] : ToDevice(wanted)) {
       if (!found.at(name).equal(tensor)) return name + " has other bytes";
@@ -133,7 +133,7 @@ class SessionOnRanks : public ::testing::Test {
     });
   }
   std::string Path(const std::string& name) const { return (folder_ / name).string(); }
-  // Of checkpoints, and what lies beside them.
+  // The folders of checkpoints, and what lies beside them.
   std::vector<std::string> Folders() const {
     std::vector<std::string> names;
     for (const fs::directory_entry& entry : fs::directory_iterator(folder_)) {

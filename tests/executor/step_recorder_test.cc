@@ -132,7 +132,7 @@ TEST(StepRecorder, ADeviceWithoutAClockIsAUsageError) {
   EXPECT_TRUE((*replayer)->Fire({TriggerKind::kStepBegin, -1, 0}).has_value());
 }
 
-// What the device has allocated behind each instruction.
+// Notes the device's allocated bytes behind each instruction.
 class AllocatedAfterEach final : public Observer {
  public:
   explicit AllocatedAfterEach(std::shared_ptr<AllocationCount> count) : count_(std::move(count)) {}

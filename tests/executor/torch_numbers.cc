@@ -27,7 +27,7 @@ void TorchNumbers::Read(NumberWork& work) {
     unchecked.found.back().copy_(bytes, /*non_blocking=*/!on_host);
   }
   unchecked.work.check = std::move(work.check);
-  // What the device still has to read stays for Finish.
+  // Memory that the device still has to read stays for Finish.
   if (now) {
     Check(unchecked);
   } else {

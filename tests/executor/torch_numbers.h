@@ -9,8 +9,8 @@
 
 namespace shardplan::test {
 
-// Of host memory everything is done at once. Of a GPU's memory the stream copies what is read to the host,
-// and Finish looks at it: so the checks make nobody wait.
+// Work on host memory is done at once. The stream copies what is read of a GPU's memory to the host, and
+// Finish looks at it: so the checks make nobody wait.
 class TorchNumbers final : public NumberMemory {
  public:
   explicit TorchNumbers(executor::TorchDevice& device) : device_(device) {}

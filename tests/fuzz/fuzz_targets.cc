@@ -36,7 +36,7 @@ void CheckError(const Error& error) {
   Require(!error.message.empty() && !ToString(error).empty(), "an error has a message");
 }
 
-// Of a document that reads well: the place is said, too.
+// An error of a document that reads well says the place, too.
 void CheckPlacedError(const Error& error) {
   CheckError(error);
   Require(!error.pointer.empty(), "an error has a place: " + ToString(error));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What must hold for any bytes at all: the readers answer with a value or an error, never crash, and a value
-// that they give is written and read back unchanged. What takes a document does its work or answers with an
-// error. Each target aborts where that is not so.
+// Properties of any bytes at all: the readers answer with a value or an error, never crash, and a value that
+// they give is written and read back unchanged. Functions that take a document do their work or answer with
+// an error. Each target aborts where that is not so.
 #pragma once
 
 #include <array>

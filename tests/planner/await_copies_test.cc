@@ -167,7 +167,7 @@ TEST(AwaitCopiesTest, PlansOfRandomProgramsVerifyAndEveryWaitIsNeeded) {
     }
     const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, ClusterOf(c.ranks));
     ASSERT_TRUE(planned) << ToString(planned.error()) << "\n" << ToJson(c.strategy);
-    // What an evaluation leaves in the smaller mesh's pieces is outdated by the step.
+    // The step outdates what an evaluation leaves in the smaller mesh's pieces.
     const auto is_outdated = [](const KnownFault& fault) {
       return fault.fault == PyTorchFault::kFsdp2Outdated;
     };

@@ -40,7 +40,7 @@ RecomputationGraph RandomGraph(Random& random) {
   return graph;
 }
 
-// Of all sets of operators that run again: what has to be kept.
+// All sets of operators that run again: what has to be kept.
 std::vector<RecomputationChoice> AllChoices(const RecomputationGraph& graph) {
   std::vector<RecomputationChoice> all;
   for (std::uint32_t again = 0; again < 1U << graph.operators_ns.size(); ++again) {
@@ -195,7 +195,7 @@ class BlockTrace {
     return last;
   }
 
-  // What no backward uses goes where it is used last; the rest is saved.
+  // Tensors that no backward uses are freed where they are used last; the rest is saved.
   void FreeTemporaries() {
     std::set<StorageId> saved;
     for (const Step& step : undo_) saved.insert(step.uses.begin(), step.uses.end());
@@ -303,7 +303,7 @@ Strategy RandomRecomputation(Random& random, const Trace& trace) {
   return strategy;
 }
 
-// Where the model alone takes time, and its activations alone memory, the bound is near the step.
+// If the model alone takes time, and its activations alone memory, the bound is near the step.
 void LeaveTheModelAlone(Cluster& cluster) {
   cluster.device.memory_bytes_per_second = 1'000'000'000'000'000;
   cluster.device.kernel_overhead_ns = {};
@@ -353,12 +353,12 @@ TEST(BoundOfRecomputingPlans, IsNeverAboveTheStep) {
     const Trace trace = BlockTrace(random).Build();
     Cluster cluster = testing::RandomCluster(random, 4);
     if (random.Chance(60)) LeaveTheModelAlone(cluster);
-    // Of one trace, several plans, each in a budget that it just fits.
+    // Several plans of one trace, each in a budget that it just fits.
     for (int p = 0; p < 4; ++p) {
       Strategy strategy = RandomRecomputation(random, trace);
       if (p == 0) strategy.checkpoint.reset();
       const Result<PlannerOutput> planned = MakePlan(trace, strategy, cluster);
-      // What is kept of results that others write into later is no plan.
+      // A plan that keeps results that others write into later is none.
       if (!planned || !planned->faults.empty() || !CheckPlanClass(planned->plan)) continue;
       const Plan& plan = planned->plan;
       ++checked;

@@ -31,7 +31,7 @@ class BoundOfRandomPlans : public ::testing::Test {
     if (!planned || !planned->faults.empty() || !CheckPlanClass(planned->plan)) return;
     const Plan& plan = planned->plan;
     CheckWork(seed, c, plan, Recomputes(plan));
-    // What does not recompute is of the class in which plans may.
+    // A plan that does not recompute is of the class in which plans may.
     if (!HasFailure()) CheckWork(seed, c, plan, true);
     if (!HasFailure()) CheckWork(seed, c, plan, Recomputes(plan), true);
     ++checked_;
@@ -97,8 +97,8 @@ TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
   EXPECT_LT(gaps_ / checked_, 0.9);
 }
 
-// What nobody trains nobody updates: FSDP2 leaves it gathered on the smaller mesh from step to step, and the
-// first gather is from there.
+// A unit that nobody trains is updated by nobody: FSDP2 leaves it gathered on the smaller mesh from step to
+// step, and the first gather is from there.
 TEST(PlanClass, HasNoPlanThatStaysGatheredInPart) {
   const BoundCase c = RandomBoundCase(4070);  // frozen, resharded to two of four ranks
   const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);

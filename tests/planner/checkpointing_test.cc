@@ -90,7 +90,7 @@ TEST(CheckpointingTest, ForwardKeepsOneInputPerBlockAndBackwardRunsItAgain) {
   EXPECT_EQ(Flops(checkpointed->backwards[0]) - Flops(plain.backwards[0]), 3 * kBlocks * 1'000'000);
 }
 
-// What Python holds of a block's tensors it lets go of where the block returns.
+// Python lets go of a block's tensors where the block returns.
 Trace WithReleases(Trace trace, StorageId except) {
   std::vector<TraceEvent> events;
   std::vector<StorageId> born;
@@ -150,7 +150,7 @@ TEST(CheckpointingTest, AForwardFreesWherePythonReleases) {
   EXPECT_EQ(checkpointed->forwards[0].events.size(), expected.size());
   EXPECT_EQ(deaths, 2U * kBlocks + 1);  // and the last block's output
 
-  // What the model keeps a name for does not die in the forward.
+  // A tensor that the model keeps a name for does not die in the forward.
   const StorageId kept = *released.begin();
   const Result<Trace> with_name = ApplyCheckpointing(WithReleases(plain, kept), {.modules = {"blocks.*"}});
   ASSERT_TRUE(with_name);

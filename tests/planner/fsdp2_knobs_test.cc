@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random combinations of fsdp2's knobs on the golden traces: every plan verifies, or has only faults that the
-// policy knows PyTorch to have; or the strategy is refused for a reason that PyTorch has, too. What verifies
-// does so in other orders that its schedule graph allows.
+// policy knows PyTorch to have; or the strategy is refused for a reason that PyTorch has, too. A plan that
+// verifies does so in other orders that its schedule graph allows.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -39,8 +39,8 @@ std::string BufferText(const Plan& plan, BufferId id) {
                      fmt::join(buffer.parameters, ","), buffer.pool);
 }
 
-// What the steady step issues, apart from the setter's own trigger, without the ids that depend on what other
-// steps use.
+// The instructions of the steady step, apart from the setter's own trigger, without the ids that depend on
+// what other steps use.
 std::vector<std::string> SteadyStep(const Plan& plan) {
   std::vector<std::string> lines;
   for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What cannot be planned is refused where it is read, with its place; planning refuses it in the same words.
+// Inputs that cannot be planned are refused where they are read, with their place; planning refuses them in
+// the same words.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -39,7 +40,7 @@ void ExpectRefused(const Status& status, const BadInput& bad) {
   EXPECT_THAT(status.error().message, HasSubstr(bad.message)) << bad.name;
 }
 
-// Where the first forward allocates first.
+// The first allocation of the first forward.
 std::ptrdiff_t FirstBirth(const Trace& trace) {
   const std::vector<TraceEvent>& events = trace.forwards[0].events;
   return std::ranges::find_if(
@@ -292,7 +293,7 @@ TEST(InputCheckTest, AlteredTracesAreRefusedWhereTheyAreRead) {
   }
 }
 
-// What the first of two backwards has freed, the second does not find.
+// The second of two backwards does not find what the first has freed.
 TEST(InputCheckTest, CallsFindWhatThoseBeforeThemLeft) {
   Trace trace = LayeredTrace(2, 8, 8, 8);
   Pass again = trace.backwards[0];

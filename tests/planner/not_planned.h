@@ -6,7 +6,7 @@
 
 namespace shardplan::conformance {
 
-// What PyTorch 2.15 does in these is not planned yet. A case that begins to match leaves the list.
+// Cases whose events in PyTorch 2.15 are not planned yet. A case that begins to match leaves the list.
 inline const std::set<std::string>& NotPlanned() {
   static const std::set<std::string> cases = {
       "fsdp2_215/dataclass_default_w2",

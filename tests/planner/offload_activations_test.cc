@@ -89,7 +89,7 @@ TEST(ActivationOffloadTest, EveryBlockGoesWhileTheNextOneRuns) {
                 "free 1 at post_forward 2", "out 2 at post_forward 2", "free 2 at post_forward 3",
                 "out 3 at post_forward 3", "free 3 at post_forward 4", "out 4 at post_forward 4",
                 "free 4 at post_forward root",
-                // Of the last one the distance is that of the one before: one unit.
+                // The last one has the distance of the one before: one unit.
                 "take 4 at pre_backward root", "back 4 at pre_backward root", "take 3 at pre_backward 4",
                 "back 3 at pre_backward 4", "take 2 at pre_backward 3", "back 2 at pre_backward 3",
                 "take 1 at pre_backward 2", "back 1 at pre_backward 2", "take 0 at pre_backward 1",
@@ -138,7 +138,7 @@ TEST(ActivationOffloadTest, FreesDeviceMemoryAndTakesHostMemory) {
     return strategy;
   }());
   const Plan offloading = OffloadingPlan(trace, Offloading({"blocks.*"}));
-  // Of five blocks two are there at a time: one that runs, and one on its way.
+  // Two of five blocks are there at a time: one that runs, and one on its way.
   EXPECT_EQ(DevicePeak(offloading), DevicePeak(plain) - (kOffloadBlocks - 2) * 2 * 4096);
   EXPECT_EQ(ProfileMemory(offloading, {.space = MemorySpace::kHost}).peak_bytes.value,
             kOffloadBlocks * 2 * 4096);

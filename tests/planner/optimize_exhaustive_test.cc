@@ -97,9 +97,9 @@ std::vector<Choice> AllChoices(std::int32_t modules) {
   return all;
 }
 
-// Of a loop with micro-batches on two nodes: whatever is kept, whole or in part, after the forward or over
-// the micro-batches, and whatever waits for the last one, whole or half reduced, of units of one module and
-// of two.
+// All choices of a loop with micro-batches on two nodes, of units of one module and of two. Parameters are
+// kept whole or in part, after the forward or over the micro-batches. Gradients wait for the last one, whole
+// or half reduced.
 std::vector<Choice> AllWaiting(const optimize::Job& job) {
   std::set<Choice> all;
   using enum optimize::Accumulation;
@@ -248,7 +248,7 @@ TEST(ExhaustiveInstances, TheSearchFindsTheBestAndTheBoundIsBelow) {
   if (asked.first == 1) {
     EXPECT_GT(summary.judged, 0);
   }
-  // Of the first 60 instances a climb finds the best of 48. A few others may all be hard ones.
+  // A climb finds the best of 48 of the first 60 instances. A few others may all be hard ones.
   if (summary.judged >= 6 && (asked.first == 1 || summary.judged >= 100)) {
     EXPECT_GE(summary.optimal * 2, summary.judged);
   }

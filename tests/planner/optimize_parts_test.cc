@@ -26,7 +26,7 @@ using testing::PartsCase;
 using testing::RandomPartsCase;
 using testing::SeedsUpTo;
 
-// Of what the model of units proposes, the best is hardly slower than any cut of many at random.
+// The best cut that the model of units proposes is hardly slower than any cut of many at random.
 TEST(UnitModel, ProposesCutsThatAreAsGoodAsAny) {
   const auto [first, last] = SeedsUpTo(12);
   for (std::uint32_t seed = first; seed <= last; ++seed) {
@@ -52,7 +52,7 @@ TEST(UnitModel, ProposesCutsThatAreAsGoodAsAny) {
       other.units.clear();
       for (std::int32_t left = modules; left > 0; left -= other.units.back())
         other.units.push_back(std::min(left, 1 + random.Below(1 + random.Below(5))));
-      // As many modules are kept, or fewer.
+      // The cut keeps as many modules, or fewer.
       std::int32_t kept_modules = 0, at = modules;
       for (std::int32_t k = 0; k < std::min<std::int32_t>(from.kept, 10); ++k) ++kept_modules;
       other.kept = from.kept >= 100 ? 100 : 0;
@@ -68,8 +68,8 @@ TEST(UnitModel, ProposesCutsThatAreAsGoodAsAny) {
   }
 }
 
-// Of all counts of whole blocks that are within the budget the fewest is no faster, and what is proposed
-// differs in what is recomputed alone.
+// The fewest whole blocks within the budget are no faster, and the proposal differs in what is recomputed
+// alone.
 TEST(Recomputation, IsNoDearerThanWholeBlocks) {
   const auto [first, last] = SeedsUpTo(10);
   int fitted = 0;
@@ -224,7 +224,7 @@ TEST(Accumulation, OfTiedModulesWaits) {
   EXPECT_EQ(planned(optimize::Ends::kOwn), 0);
   const std::vector<Choice> waiting = optimize::Waiting(job, options, optimize::Ends::kRoot);
   EXPECT_EQ(planned(optimize::Ends::kRoot), std::ssize(waiting));
-  // Where nothing else fits, the search has tried them.
+  // The search has tried them if nothing else fits.
   const Choice& all = waiting.front();
   options.budget = evaluator.Reserved(all);
   optimize::Evaluator tight(c.trace, job, c.cluster, options);
@@ -254,7 +254,7 @@ TEST(Accumulation, KeepsSomeUnitsInPart) {
   }
 }
 
-// What is decided is what the strategy says.
+// The strategy says what is decided.
 TEST(Recomputation, OfPartsIsInTheStrategy) {
   const PartsCase c = RandomPartsCase(1, 3);
   const optimize::Job job = optimize::MakeJob(c.trace, {}, 4);

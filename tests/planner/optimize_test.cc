@@ -39,7 +39,7 @@ Trace SmallModel(int layers, std::int64_t rows, std::int64_t columns) {
                           1'000'000);
 }
 
-// Where kernels and links take about as long.
+// Kernels and links take about as long here.
 Cluster SmallCluster(std::int64_t link_bytes_per_second = 4'000'000'000) {
   Cluster cluster = testing::ClusterOf(kRanks);
   cluster.ranks_per_node = 2;
@@ -95,9 +95,8 @@ TEST(Optimize, NothingThatPeopleSetIsFaster) {
   }
 }
 
-// The strategy's plan takes no less than the bound without a budget. Where it is within the budget of
-// `found`, which `within` counts, it takes no less than that one's bound, and hardly less than what was
-// found.
+// The strategy's plan takes no less than the bound without a budget. If it is within the budget of `found`,
+// which `within` counts, it takes no less than that one's bound, and hardly less than what was found.
 void ExpectNotFaster(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                      const Optimization& loose, const Optimization& found, int& within) {
   const Result<PlannerOutput> planned = MakePlan(trace, strategy, cluster);
@@ -182,7 +181,7 @@ TEST(Optimize, IsNoSlowerThanRandomStrategiesWithMicrobatches) {
   }
 }
 
-// Of the step that repeats: how often units are gathered over all ranks, and over a part of them.
+// Counts in the step that repeats how often units are gathered over all ranks, and over a part of them.
 std::pair<int, int> GathersOf(const Plan& plan) {
   std::pair<int, int> gathers;
   for (const Trigger& trigger : plan.steps.back().triggers) {

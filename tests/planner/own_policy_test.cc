@@ -125,7 +125,7 @@ TEST(OwnPolicyTest, WhateverIsGatheredKeptAndReducedByChanceVerifies) {
   EXPECT_GT(verified, 200);
 }
 
-// What FSDP2 does without any prefetch, through the operations.
+// FSDP2 without any prefetch, through the operations.
 class LikeFsdp2 : public WithUnits {
  public:
   LikeFsdp2(const PolicyInput& input, ProgramBuilder& builder)

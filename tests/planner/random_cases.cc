@@ -33,7 +33,8 @@ void AddUnits(Random& random, const Trace& trace, Strategy& strategy) {
   strategy.units.push_back({.modules = {""}});
 }
 
-// Of some units that are not recomputed. Seeds give otherwise what they gave before there was this.
+// Offloads activations of some units that are not recomputed. Seeds give otherwise what they gave before
+// there was this.
 void AddActivationOffload(std::uint32_t seed, bool may_freeze, Strategy& strategy) {
   Random random(seed * 69069U + 5);
   if (may_freeze || !random.Chance(35)) return;

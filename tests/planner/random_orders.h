@@ -15,7 +15,7 @@ namespace shardplan::testing {
 // evenly, moved a little, as early as possible, as late as possible, or a few of them far.
 Plan Reordered(const Plan& plan, const std::vector<ScheduleGraph>& graphs, std::uint32_t seed);
 
-// What the graph is made of, to make another.
+// The parts of the graph, to make another.
 ScheduleGraphParts PartsOf(const ScheduleGraph& graph);
 
 // The graphs without the edges of one kind.

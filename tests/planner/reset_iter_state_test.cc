@@ -86,7 +86,7 @@ Result<Plan> PlanOf(const Trace& trace, Strategy strategy, std::vector<StepProgr
   return std::move(planned->plan);
 }
 
-// What the step that repeats issues, by the names of what it is issued on.
+// The instructions of the step that repeats, by the names of what they are issued on.
 std::vector<std::string> Steady(const Plan& plan) {
   std::vector<std::string> lines;
   for (const Trigger& trigger : plan.steps[plan.steady_step].triggers) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is said of a schedule graph: reduction, moves, barriers, critical path.
+// Questions to a schedule graph: reduction, moves, barriers, critical path.
 #include "passes/schedule_analysis.h"
 
 #include <gmock/gmock.h>
@@ -54,8 +54,8 @@ TEST(ScheduleAnalysisTest, TheReductionHasTheSamePathsAndNoEdgeTooMany) {
   }
 }
 
-// What every other vertex is ordered with is a barrier, and nothing else is: of all vertices, and of those on
-// streams.
+// A vertex that every other one is ordered with is a barrier, and nothing else is: of all vertices, and of
+// those on streams.
 TEST(ScheduleAnalysisTest, BarriersAreWhatEverythingIsOrderedWith) {
   for (const char* policy : {"fsdp2", "fsdp1"}) {
     const Plan plan = Planned(LayeredTrace(3, 8, 8, 16), {.policy = policy}, 4);
@@ -109,7 +109,7 @@ TEST(ScheduleAnalysisTest, MovesAreAsFarAsSomeOrderGoesAndNoFarther) {
       EXPECT_EQ(ranges[v], (TriggerRange{node.trigger, node.trigger}));
     }
     movable += ranges[v].first < ranges[v].last;
-    // What has to come before it, then itself; or all that may come before it.
+    // The vertices that have to come before it, then itself; or all that may come before it.
     std::vector<std::uint64_t> early(ranges.size()), late(ranges.size());
     for (std::size_t w = 0; w < ranges.size(); ++w) {
       early[w] = w + (w == v || descendants[w].contains(v) ? 0 : ranges.size());

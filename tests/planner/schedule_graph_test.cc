@@ -47,7 +47,7 @@ std::string WhatIsWrongBetweenRanks(const Plan& plan, const std::vector<Schedule
   return violations.empty() ? "" : Explain(plan, violations.front());
 }
 
-// What is allocated when the simulation of the plan ends; nullopt where the simulator refuses it.
+// The allocated bytes when the simulation of the plan ends; nullopt where the simulator refuses it.
 std::optional<Bytes> BytesAtTheEnd(const Plan& plan) {
   static const Result<Cluster> kH100 = ReadCluster(SHARDPLAN_SOURCE_DIR "/tools/clusters/h100_sxm_8.json");
   Plan moved = plan;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What two plans' difference is called.
+// The words for the difference of two plans.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

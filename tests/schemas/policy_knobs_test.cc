@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What policies say of their knobs to the simulator, the verifier and the command.
+// Knobs of policies as the simulator, the verifier and the command see them.
 #include "shardplan/schemas/policy_knobs.h"
 
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a terminal gets of names.
+// Names on a terminal.
 #include "shardplan/schemas/printable.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is written is read back as the same value and written again as the same bytes.
+// A written document is read back as the same value and written again as the same bytes.
 #include <gtest/gtest.h>
 
 #include <string>

@@ -65,8 +65,8 @@ TEST(CriticalPath, PartsFollowEachOtherAndAddUpToTheStep) {
   }
 }
 
-// What is on the path is as long as the step, so a step in which all of it costs nothing is shorter, but for
-// equally long paths beside it, and work that moves to where it is slower.
+// Work on the path is as long as the step, so a step in which all of it costs nothing is shorter. Exceptions
+// are equally long paths beside it, and work that moves to where it is slower.
 TEST(CriticalPath, WithoutWhatIsOnItTheStepIsShorter) {
   int tried = 0;
   int shorter = 0;

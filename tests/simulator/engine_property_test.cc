@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What must hold of any plan. Seeds are printed: a failure is reproduced by RandomPlan(seed).
+// Properties of any plan. Seeds are printed: a failure is reproduced by RandomPlan(seed).
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -187,7 +187,7 @@ TEST(ClusterFit, KeepsWhatNobodyMeasuredAndSaysIt) {
   EXPECT_NE(none.error().expected.find("x"), std::string::npos);
 }
 
-// What was fitted is what the cost model answers, wherever the group lies: one rule places both.
+// The cost model answers what was fitted, wherever the group lies: one rule places both.
 TEST(ClusterFit, AnswersItsOwnRowsWhereverTheyLie) {
   Cluster base;
   base.ranks = 64;

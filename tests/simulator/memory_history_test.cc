@@ -119,7 +119,7 @@ TEST(KernelMemory, FlashBackwardTakesItsAccumulators) {
   // softmax_d and dq_accum with S up to 128 and D up to 64, dk and dv of all 4 heads.
   EXPECT_EQ(sizes, (std::vector<std::int64_t>{4LL * 2 * 4 * 128, 4LL * 2 * 4 * 128 * 64, 2 * kQ, 2 * kQ}));
   EXPECT_TRUE(Requested(MemoryHistoryOf(b.plan()), "kernel_temp").empty());
-  // As many key and value heads as query heads: nothing is expanded.
+  // The model has as many key and value heads as query heads: nothing is expanded.
   for (const std::size_t e : {2U, 3U, 9U, 10U}) {
     std::get<AllocateEvent>(b.plan().segments[0].entries[e]).size_bytes = Bytes{2 * kQ};
   }
@@ -214,8 +214,8 @@ TEST(MemoryHistory, TemporariesOfALoopAreTakenOneAfterTheOther) {
   b.plan().buffers.push_back({.name = "optimizer.temp", .role = BufferRole::kOptimizerTemp});
   std::vector<Bytes>& most = b.plan().buffers[kTemporary].parts_bytes;
   b.Step("steady").At(TriggerKind::kOptimizerStep).Allocate(kTemporary, 0).OptimizerStep(0).Free(kTemporary);
-  // Of 128 x 1, 128 x 2 and 128 x 3 floats; the last parameter is the model's first. A quotient stays until
-  // there is the next one.
+  // The quotients have 128 x 1, 128 x 2 and 128 x 3 floats; the last parameter is the model's first. A
+  // quotient stays until there is the next one.
   most = {Bytes{1'536}, Bytes{1'024}, Bytes{1'024}};
   EXPECT_EQ(Requested(MemoryHistoryOf(b.plan()), "optimizer_temp"),
             (std::vector<std::int64_t>{1'536, 1'536, 1'024, 1'024, 512, 512}));

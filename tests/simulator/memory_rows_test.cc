@@ -134,7 +134,7 @@ TEST(MemoryRows, ACastGradientIsOneAllocationForAllParameters) {
   EXPECT_EQ(Rows(b.plan()).peak.total_bytes.value, 512);
 }
 
-// What came before the step is a sample of each category.
+// Everything before the step is a sample of each category.
 TEST(MemoryRowsProperty, SamplesOfTheStepAloneAreEnough) {
   for (std::uint64_t seed = 1; seed <= 50; ++seed) {
     Plan plan = test::RandomPlan(seed);

@@ -94,7 +94,7 @@ Plan PlannedBlocks(std::int64_t hidden, Strategy strategy) {
   return planned ? planned->plan : Plan{};
 }
 
-// What the first step allocates (+) and frees (-) at a trigger, each rounded up to 512 bytes.
+// The allocations (+) and frees (-) of the first step at a trigger, each rounded up to 512 bytes.
 std::vector<std::int64_t> BytesAt(const Plan& plan, TriggerKind kind, UnitId unit) {
   const MemoryHistory history = MemoryHistoryOf(plan, {});
   std::vector<std::int64_t> found;
@@ -110,7 +110,7 @@ std::vector<std::int64_t> BytesAt(const Plan& plan, TriggerKind kind, UnitId uni
   return found;
 }
 
-// As real PyTorch does in the post-forward of a block that is kept on a mesh of 2.
+// The figures are real PyTorch's in the post-forward of a block that is kept on a mesh of 2.
 TEST(PlannedMemory, AnIntegerReshardGoesParameterByParameter) {
   const Plan plan = PlannedBlocks(200, {.reshard_after_forward = std::int64_t{2}});
   EXPECT_EQ(BytesAt(plan, TriggerKind::kPostForward, 1),
@@ -118,8 +118,8 @@ TEST(PlannedMemory, AnIntegerReshardGoesParameterByParameter) {
                                        -512, 19456, -38400, 19456, -38400, 19456, -38400}));
 }
 
-// As real PyTorch does in the post-backward of the last block, its matrices cut along dimension 1: what goes
-// between two allocations is one sum.
+// The figures are real PyTorch's in the post-backward of the last block, its matrices cut along dimension 1:
+// the changes between two allocations are one sum.
 TEST(PlannedMemory, GradientsOfOtherDimensionsGoOneByOne) {
   const auto found = [](PyTorchVersion release) {
     const Plan plan =

@@ -66,21 +66,22 @@ TEST(RanksApart, TheSlowRankSetsThePace) {
   EXPECT_EQ(apart.ranks[0].end_ns, apart.ranks[1].end_ns);  // the last collective ends for both
 }
 
-// Of groups of two, only the slow rank's waits for it until the all_reduce joins them: with one layer the
+// In groups of two, only the slow rank's waits for it until the all_reduce joins them. With one layer the
 // gather ends at 10, the others' backward at 85, the slow one's at 160; scatter 10, all_reduce 7.
 TEST(RanksApart, GroupsWaitForTheirOwnSlowRankFirst) {
   const Plan plan = LayeredPlan({.layers = 1, .all_reduce_ns = 7 * kMillisecond});
   const RanksApart apart = RunApart(plan, {.stragglers = {{3, 2'000'000}}});
   EXPECT_EQ(apart.step_ns.value, (10 + 150 + 10 + 7) * kMillisecond);
   EXPECT_EQ(apart.ranks[3].waited_ns.value, 0);
-  // Of the same group of shards: at the scatter. Of the other: at the all_reduce, as long.
+  // The rank of the same group of shards waits at the scatter. The ranks of the other wait at the all_reduce,
+  // as long.
   EXPECT_EQ(apart.ranks[2].waited_ns.value, 75 * kMillisecond);
   EXPECT_EQ(apart.ranks[0].waited_ns.value, 75 * kMillisecond);
   EXPECT_EQ(apart.ranks[1].waited_ns.value, 75 * kMillisecond);
 }
 
-// One layer: gather, F + B each with its own chance, scatter. What a rank computes and what it waits are the
-// same sum for all ranks.
+// One layer: gather, F + B each with its own chance, scatter. The sum of computing and waiting is the same
+// for all ranks.
 TEST(RanksApart, ChanceIsWithinItsBoundsAndTheSameForASeed) {
   const Plan plan = LayeredPlan({.layers = 1});
   bool differ = false;
@@ -182,7 +183,7 @@ TEST(HostRunsKernels, OneAfterTheOther) {
   EXPECT_EQ(sums[static_cast<std::size_t>(TimeCause::kForward)].value, 50 * kMillisecond);
 }
 
-// Where nothing is known of the operator but the shortest kernel, it takes that and its issue.
+// If nothing is known of the operator but the shortest kernel, it takes that and its issue.
 TEST(HostRunsKernels, PaysTheIssueOfWhatIsModelled) {
   Plan plan = FiveKernelsAndACollective(0);
   auto& op = std::get<OperatorEvent>(plan.segments[0].entries[0]);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the report derives: utilization, throughput, costs of copies and of the optimizer, several steps.
+// Figures that the report derives: utilization, throughput, costs of copies and of the optimizer, several
+// steps.
 #include "shardplan/simulator/simulate.h"
 
 #include <gtest/gtest.h>

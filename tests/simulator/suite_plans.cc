@@ -43,7 +43,7 @@ class Writer {
   Status Write(const PlanCase& c) {
     Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster, PlanOptions{.verify = false});
     if (!planned) {
-      // What PyTorch refuses, the planner refuses.
+      // The planner refuses what PyTorch refuses.
       if (planned.error().code == ErrorCode::kBadInput) return {};
       return std::unexpected(planned.error());
     }

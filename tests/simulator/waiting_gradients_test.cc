@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where gradients that wait for a later backward are widened and added up:
-// simulator/src/memory/gradient_arrivals.h.
+// Gradients that wait for a later backward, widened and added up: simulator/src/memory/gradient_arrivals.h.
 #include <gtest/gtest.h>
 
 #include <cstdint>

@@ -93,7 +93,7 @@ class PlanBuilder {
     buffer.persistent = role == BufferRole::kParamSharded;
     return Add(plan_.buffers, std::move(buffer));
   }
-  // Of the first unit that it reads, if any.
+  // The unit is the first that it reads, if any.
   SegmentId Segment(SegmentPhase phase, std::string name, std::vector<UnitId> reads,
                     std::vector<SegmentGrad> grads = {}) {
     const UnitId unit = reads.empty() ? -1 : reads.front();

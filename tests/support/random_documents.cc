@@ -172,7 +172,7 @@ void RepairModules(Trace& trace) {
   }
 }
 
-// What a pass says of its memory: whatever is used is there, and is born and dies once.
+// Repairs a pass's account of its memory: whatever is used is there, and is born and dies once.
 class MemoryRepair {
  public:
   explicit MemoryRepair(const Trace& trace) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random documents: every field gets a value other than its default now and then, names are sometimes odd
-// (empty, quotes, umlauts, line breaks), lists are sometimes empty. What they say makes no sense (a random
-// plan does not verify), but each is a valid document: what the writer writes of it, the reader reads. The
-// same seed gives the same document.
+// (empty, quotes, umlauts, line breaks), lists are sometimes empty. The contents make no sense (a random plan
+// does not verify), but each is a valid document: what the writer writes of it, the reader reads. The same
+// seed gives the same document.
 #pragma once
 
 #include <cstdint>

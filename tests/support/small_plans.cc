@@ -65,7 +65,7 @@ class Fsdp2Like {
   UnitBuffers MakeUnit(const std::string& fqn) {
     const DType low = param_dtype();
     UnitBuffers u;
-    // What the reduce-scatter writes is one piece.
+    // The reduce-scatter writes one piece.
     u.unit = b_.Unit(fqn, options_.reduce_into_grad ? 1 : options_.parameters);
     b_.plan().units[u.unit].param_dtype = low;
     b_.plan().units[u.unit].reduce_dtype = reduce_dtype();

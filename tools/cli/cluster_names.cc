@@ -48,7 +48,7 @@ std::map<std::string, Family> Families() {
 
 std::int64_t Words(const std::string& name) { return 1 + std::ranges::count(name, '_'); }
 
-// Of the families that begin with these words, those that have the fewest.
+// The smallest of the families that begin with these words.
 std::vector<std::string> Named(const std::map<std::string, Family>& families, const std::string& words) {
   std::vector<std::string> named;
   for (const auto& [name, family] : families) {

@@ -17,7 +17,7 @@
 
 namespace {
 
-// What CLI11 says of a first word that is no command names neither the word nor the commands.
+// CLI11's error for a first word that is no command names neither the word nor the commands.
 std::string CommandsText(const CLI::App& app, std::string_view word) {
   std::string text = "shardplan: a command is missing";
   if (!word.empty()) {
@@ -68,7 +68,7 @@ void AddCommands(CLI::App& app, shardplan::cli::Invocation& invocation) {
   }
 }
 
-// What completes commands, and flags by asking a command for its help: those of other programs, too.
+// A script that completes commands, and flags by asking a command for its help: those of other programs, too.
 std::string CompletionText(const CLI::App& app, std::string_view shell) {
   std::string commands;
   for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; }))

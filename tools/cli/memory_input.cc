@@ -22,7 +22,7 @@ Result<Plan> PlanFor(const MemoryInput& input, const Trace& trace) {
     return std::unexpected(made.error());
   Result<ChosenCluster> chosen = ChooseCluster(input.cluster, strategy->strategy, {.name = "memory only"});
   if (!chosen) return std::unexpected(chosen.error());
-  // What is built in makes plans that verify.
+  // Policies that are built in make plans that verify.
   const PlanOptions options{.verify = strategy->library.has_value()};
   Result<PlannerOutput> planned =
       PlanTrace(trace, input.path, *strategy, input.strategy, chosen->cluster, options);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a command is asked to write, before it works: no output is an input or another output.
+// Checks of a command's outputs before it works: none is an input or another output.
 #include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@
 namespace shardplan::cli {
 namespace {
 
-// What a name stands for: an inode, or a place where a file will be.
+// The file that a name stands for: an inode, or a place where a file will be.
 struct Identity {
   dev_t device = 0;
   ino_t inode = 0;

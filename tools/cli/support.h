@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the subcommands share: error printing, finding programs and shipped data, reading a plan in either
-// form.
+// Helpers that the subcommands share: error printing, finding programs and shipped data, reading a plan in
+// either form.
 #pragma once
 
 #include <filesystem>
@@ -14,7 +14,7 @@
 
 namespace shardplan::cli {
 
-// Lines for a person on stderr. Where stderr cannot be written nobody can be told.
+// Lines for a person on stderr. Nobody can be told if stderr cannot be written.
 void PrintError(std::string_view text);
 
 // Prints "shardplan: error: ..." to stderr and returns the exit code of the error.
@@ -23,7 +23,7 @@ int Fail(const Error& error);
 // A line of progress on stderr, "shardplan: <text>". Nothing when `quiet`.
 void Progress(bool quiet, std::string_view text);
 
-// What is said even with --quiet, "shardplan: <text>", in as many lines as it has.
+// Warns even with --quiet, "shardplan: <text>", in as many lines as the text has.
 void Warn(std::string_view text);
 
 // The checkout that the program was built in; empty: it is from a wheel.

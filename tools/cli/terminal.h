@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a person at a terminal sees and nobody else: colours, and a bar that is drawn over again. Where
-// standard error is a file or a pipe, or TERM is unset or "dumb", there is neither; colours go where NO_COLOR
-// is set to anything, too (no-color.org).
+// Output for a person at a terminal and nobody else: colours, and a bar that is drawn over again. There is
+// neither if standard error is a file or a pipe, or TERM is unset or "dumb"; colours go if NO_COLOR is set to
+// anything, too (no-color.org).
 #pragma once
 
 #include <chrono>

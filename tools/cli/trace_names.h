@@ -15,8 +15,8 @@ class App;
 
 namespace shardplan::cli {
 
-// [Note: shipped traces] Of the configs in examples/models, in bfloat16, one sample a step, with the cross
-// entropy of the logits: MODEL.seqN.trace.json.gz, or MODEL.trace.json.gz of a model without a sequence
+// [Note: shipped traces] They are of the configs in examples/models, in bfloat16, one sample a step, with the
+// cross entropy of the logits: MODEL.seqN.trace.json.gz, or MODEL.trace.json.gz of a model without a sequence
 // (dev/update_models). A file of the same name goes before a model.
 //
 // The path of the trace that is meant. `seq`: tokens of a sample; without it those that `shardplan trace`

@@ -14,8 +14,8 @@ namespace shardplan::cli {
 // --no-verify
 void AddNoVerifyFlag(CLI::App& command, bool& no_verify);
 
-// kNegative for a plan that does not verify. What it does wrong because PyTorch does is a warning on stderr,
-// as is `no_verify`, which lets everything pass.
+// kNegative for a plan that does not verify. A violation that PyTorch has, too, is a warning on stderr, as is
+// `no_verify`, which lets everything pass.
 Status VerifyForUse(const std::string& path, const Plan& plan, bool no_verify);
 
 // ReadPlan, then VerifyForUse.

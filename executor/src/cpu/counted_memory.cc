@@ -45,7 +45,7 @@ void FreeWithFront(void* data) {
   front->~Front();
 }
 
-// What torch's CPU tensors are made of, counted where the thread that trains makes them.
+// The allocator of torch's CPU tensors, counted where the thread that trains makes them.
 class CountingAllocator final : public c10::Allocator {
  public:
   CountingAllocator(c10::Allocator& base, AllocationCount& count) : base_(base), count_(count) {}

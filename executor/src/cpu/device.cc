@@ -194,7 +194,7 @@ Status CpuDevice::BeginSpan(SpanId span, StreamId stream) {
   return {};
 }
 
-// What is pending on the stream now was issued in the span: BeginSpan has finished what was before.
+// Work that is pending on the stream now was issued in the span: BeginSpan has finished what was before.
 Status CpuDevice::EndSpan(SpanId span, StreamId stream) {
   in_span_ = false;
   spans_[span].times.end_ns = SteadyNanoseconds();

@@ -16,7 +16,7 @@ namespace {
 
 using Store = c10::intrusive_ptr<c10d::Store>;
 
-// Where the ranks of one group meet.
+// The store at which the ranks of one group meet.
 Store StoreOfGroup(const Store& store, std::size_t communicator, std::int64_t first_rank) {
   return c10::make_intrusive<c10d::PrefixStore>(fmt::format("shardplan/gloo/{}/{}", communicator, first_rank),
                                                 store);

@@ -12,7 +12,7 @@ namespace {
 // torch has no kind for others to use; this one says who made a piece of work, and torch leaves it alone.
 c10::DebugInfoKind Kind() { return c10::DebugInfoKind::PRODUCER_INFO; }
 
-// Of one work of Gloo's.
+// Context of one work of Gloo's.
 struct Observed : at::ObserverContext {
   explicit Observed(std::shared_ptr<GlooTimes> of) : times(std::move(of)) {}
   std::shared_ptr<GlooTimes> times;

@@ -17,7 +17,7 @@
 
 namespace shardplan::executor {
 
-// On the steady clock; -1: not yet. Of several works the first begin and the last end.
+// On the steady clock; -1: not yet. Several works have the first begin and the last end.
 class GlooTimes final : public c10::DebugInfoBase, public std::enable_shared_from_this<GlooTimes> {
  public:
   void Began(std::int64_t now_ns);

@@ -70,7 +70,7 @@ class CudaDevice final : public TorchBuffers {
   std::vector<c10::cuda::CUDAStream> streams_;
   std::vector<cudaEvent_t> events_;
   std::vector<bool> recorded_;
-  // What a stream did with memory of the arena that was freed since and not given to anybody.
+  // Work of a stream on memory of the arena that was freed since and not given to anybody.
   struct Left {
     StreamId stream = 0;
     cudaEvent_t event = nullptr;

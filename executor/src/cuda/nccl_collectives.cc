@@ -89,7 +89,7 @@ class NcclCollectives final : public Collectives {
     std::size_t count = 0;  // of a slot, in elements of dtype
     ncclRedOp_t op = ncclSum;
   };
-  // What was launched between BeginGroup and EndGroup: one communicator, one stream.
+  // Collectives launched between BeginGroup and EndGroup: one communicator, one stream.
   struct Group {
     std::unique_lock<std::mutex> lock;  // owned while the group is open
     std::vector<InFlight> launched;
@@ -139,7 +139,7 @@ NcclCollectives::~NcclCollectives() {
   for (cudaEvent_t event : unused_events_) (void)cudaEventDestroy(event);
 }
 
-// What was issued is let finish, as other ranks may need this one's part. False: it does not, in time.
+// Lets issued work finish, as other ranks may need this one's part. False: it does not, in time.
 bool NcclCollectives::FinishWork() {
   const auto deadline = Clock::now() + options_.timeout;
   for (const InFlight& flight : watchdog_.in_flight()) {
@@ -207,8 +207,9 @@ ncclResult_t NcclCollectives::Launch(const Prepared& prepared, cudaStream_t stre
   return ncclInvalidArgument;
 }
 
-// What NCCL says to the launch of `flight`, and of those grouped with it. It may go on in the background, at
-// the first collective of a communicator: then nothing may be issued behind it until it is done.
+// The status of NCCL for the launch of `flight`, and of those grouped with it. It may go on in the
+// background, at the first collective of a communicator: then nothing may be issued behind it until it is
+// done.
 Status NcclCollectives::Launched(ncclResult_t result, const InFlight& flight) {
   ncclComm_t communicator = communicators_[CommunicatorOf(flight)];
   if (result == ncclInProgress) return communicators_.WaitUntilReady(communicator, Describe(flight).c_str());

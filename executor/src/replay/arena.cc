@@ -120,8 +120,8 @@ std::int64_t LowestGap(const std::vector<Interval>& taken, std::int64_t bytes) {
 // The buffers of one stream: no other may have their addresses.
 //
 // [Note: how they are packed]
-// The largest first, each at the lowest address where nothing is that is alive at the same time. Where that
-// takes more than is alive at once, what lies on top goes first in another try, the best of which counts.
+// The largest first, each at the lowest address where nothing is that is alive at the same time. If that
+// takes more than is alive at once, the topmost buffers go first in another try, the best of which counts.
 class StreamArena {
  public:
   StreamArena(const Plan& plan, const Lifetimes& lifetimes, std::vector<std::size_t> buffers)

@@ -183,7 +183,8 @@ void CopyResolver::AddMovement(const Instruction& instruction, const Place& src,
                                   dst.dtype});
   };
   if (a == Arrangement::kSlots && b == Arrangement::kWhole) {
-    // What was cut from the whole again for the smaller mesh is a plain piece of it, whatever the dimension.
+    // A shard that was cut from the whole again for the smaller mesh is a plain piece of it, whatever the
+    // dimension.
     const bool by_rows = parameter.shard_dim == 0 || slots != ShardCount(plan_, plan_.units[from.unit]);
     Gather(parameter, src, dst, slots, SizeBytes(from).value / slots, by_rows, movement);
   } else if (a == Arrangement::kWhole && b == Arrangement::kSlots) {

@@ -15,8 +15,8 @@ namespace shardplan::executor {
 // Elements of a buffer's part.
 std::int64_t PartNumel(const Buffer& buffer, std::int32_t part);
 
-// Of the elements in a buffer's part: a unit may hold parameters of several dtypes, each with a part of its
-// own.
+// The dtype of the elements in a buffer's part: a unit may hold parameters of several dtypes, each with a
+// part of its own.
 DType DTypeOfPart(const Plan& plan, const Buffer& buffer, std::int32_t part);
 
 // Makes the copies of one plan. Errors are kBadInput with a pointer into the plan.
@@ -32,8 +32,7 @@ class CopyResolver {
   std::int64_t SlotsForShard(const Buffer& shard) const;
 
  private:
-  // One parameter's piece or whole in a buffer. What an all-gather extension gathers beside its first tensor
-  // lies behind it.
+  // One parameter's piece or whole in a buffer. Further tensors of an all-gather extension lie behind it.
   struct Place {
     std::int32_t parameter = -1;
     std::int32_t part = 0;
@@ -42,7 +41,7 @@ class CopyResolver {
     std::int64_t bytes = 0;  // with all tensors of an extension
     DType dtype = DType::kFloat32;
   };
-  // As CopyRun, with offsets and strides in bytes.
+  // Like CopyRun, with offsets and strides in bytes.
   struct Stretch {
     std::int32_t src_part = 0;
     std::int32_t dst_part = 0;

@@ -13,7 +13,7 @@
 
 namespace shardplan::executor {
 
-// What one instruction does, after resolution. `a`, `b`: see each.
+// The effect of one instruction, after resolution. `a`, `b`: see each.
 enum class OpCode : std::uint8_t {
   kNothing,          // a collective of one rank in place, memory that the model owns
   kCompute,          // a: segment, b: micro-batch, src: index into Program::grad_targets
@@ -93,7 +93,7 @@ struct Program {
 // Marks collectives that follow one another and may be launched as one.
 void FindGroups(const Plan& plan, Program& program);
 
-// What the model does itself (Model::RunsItself, MakesGradients, HoldsActivations).
+// The model's own share of the work (Model::RunsItself, MakesGradients, HoldsActivations).
 struct ModelTraits {
   bool runs_itself = false;
   bool makes_gradients = false;

@@ -6,8 +6,8 @@
 namespace shardplan::executor {
 namespace {
 
-// Collectives of different units touch no memory of each other's. Of the same one they may: a reduce-scatter
-// and the all-reduce of what it gives, or two names of the same memory.
+// Collectives of different units touch no memory of each other's. Collectives of the same unit may: a
+// reduce-scatter and the all-reduce of what it gives, or two names of the same memory.
 bool MayJoin(const Plan& plan, const Program& program, const Op& op, const std::vector<UnitId>& units) {
   const CollectiveSpec& spec = program.collectives[op.a];
   const UnitId unit = plan.buffers[spec.dst].unit;

@@ -15,7 +15,7 @@ namespace {
 
 using Text = std::back_insert_iterator<std::string>;
 
-// What JSON takes as it is. Names of devices have nothing else.
+// The characters that JSON takes without escapes. Names of devices have nothing else.
 std::string Plain(std::string name) {
   std::erase_if(name, [](char c) { return c < ' ' || c > '~' || c == '"' || c == '\\'; });
   return name;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done beside the plan's steps: procedures, and leaving a step.
+// Work beside the plan's steps: procedures, and leaving a step.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -81,7 +81,7 @@ bool Replayer::Impl::IsOnItsWay(BufferId id) const {
   return true;
 }
 
-// What is not persistent: all of it, or what is on its way.
+// Frees buffers that are not persistent: all of them, or those on their way.
 Status Replayer::Impl::FreeTransient(bool all) {
   if (Result<bool> done = device_.Synchronize(); !done) return std::unexpected(std::move(done.error()));
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {

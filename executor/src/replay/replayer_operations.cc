@@ -212,7 +212,7 @@ Status Replayer::Impl::MakeGradient(GradTarget& target, StreamId stream) {
   return {};
 }
 
-// What a segment makes is there before it runs.
+// Activations that a segment makes are there before it runs.
 Status Replayer::Impl::MakeActivations(const ActivationUse& use, StreamId stream) {
   if (use.made == 0) return RequireAlive(use.buffer);
   storages_left_[use.buffer] += use.made;

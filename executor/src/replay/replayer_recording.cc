@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a recorder is told of a step (step_recorder.h).
+// Events of a step for a recorder (step_recorder.h).
 #include <algorithm>
 #include <utility>
 

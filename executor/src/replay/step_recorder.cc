@@ -15,7 +15,7 @@ Status NoClock() {
   return MakeError(ErrorCode::kUsage, "this device has no clock: no times can be recorded");
 }
 
-// Of one without work that takes time: whether a stream is told something all the same.
+// Whether a stream is told something by an operation without work that takes time.
 bool IssuesToStreams(const Op& op) {
   switch (op.code) {
     case OpCode::kNothing:
@@ -90,7 +90,7 @@ SpanId StepRecorder::MarkOf(std::int64_t step, int end) const {
   return static_cast<SpanId>(spans_of_step_ * options_.steps + 2 * step + end);
 }
 
-// Of the open step.
+// Marks the open step.
 Status StepRecorder::MarkStep(int end) {
   const SpanId span = MarkOf(ended_steps_, end);
   if (Status status = device_->BeginSpan(span, 0); !status) return status;
@@ -186,7 +186,7 @@ Status StepRecorder::EndSegment() {
   return EndSpan(next_span_ - 1, 0);
 }
 
-// What the host's own work (stream -1) does is in no stream.
+// The host's own work (stream -1) is in no stream.
 Status StepRecorder::BeginSpan(SpanId span, StreamId stream) {
   if (stream < 0 || static_cast<std::size_t>(stream) >= ended_.size() || ended_[stream] < 0)
     return device_->BeginSpan(span, stream);

@@ -56,7 +56,7 @@ class Watchdog {
   Watchdog& operator=(const Watchdog&) = delete;
 
   void Start();
-  // Ends the thread. What is in flight stays so.
+  // Ends the thread. Collectives in flight stay so.
   void Stop();
 
   std::unique_lock<std::mutex> Lock() { return std::unique_lock(mutex_); }
@@ -67,7 +67,7 @@ class Watchdog {
   bool aborted() const { return aborted_; }
 
   Status Check();
-  // What has failed before stays the error.
+  // An earlier failure stays the error.
   void Abort(const std::string& reason);
 
  private:

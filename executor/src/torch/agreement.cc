@@ -46,7 +46,7 @@ Statement Decode(const std::vector<std::uint8_t>& bytes) {
   return statement;
 }
 
-// What the ranks meet with.
+// The means by which the ranks meet.
 struct Meeting {
   c10d::Store& store;
   const Peers* peers;  // null: nobody knows who is alive
@@ -101,7 +101,7 @@ std::string Differences(const std::vector<Statement>& statements, const std::vec
   return fmt::format("the ranks are not about to do the same: {}", fmt::join(sentences, "; "));
 }
 
-// What the first rank tells all, with the letter of the exit code in front: "" when all is well.
+// The first rank's message to all, with the letter of the exit code in front: "" when all is well.
 std::string Collect(const Meeting& meeting, const std::vector<std::int64_t>& ranks, const Statement& own,
                     AgreementClock::time_point deadline) {
   std::vector<Statement> statements = {own};

@@ -105,7 +105,7 @@ std::string Arrivals::Search(const std::vector<std::int64_t>& group, std::int64_
     }
     if (answers && !reports.cause.empty()) return reports.cause;
     if (answers && reports.silent.empty() && reports.behind.empty()) return {};
-    // Those that failed, too, have the same patience with whoever they wait for before they say who it is.
+    // Ranks that failed, too, have the same patience with whoever they wait for before they say who it is.
     if (waited >= kPatience && !reports.silent.empty()) return DidNotArrive(Named(reports.silent));
     if (waited >= kPatience + kStorePatience) return DidNotArrive(Named(reports.behind));
     std::this_thread::sleep_for(kLook);

@@ -22,7 +22,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// What the store itself needs to say that a key did not come, after the time it was given.
+// The time that the store itself needs to say that a key did not come, after the time it was given.
 constexpr milliseconds kAnswer{500};
 constexpr milliseconds kAskInterval{50};
 
@@ -147,7 +147,7 @@ class BoundedStore final : public c10d::Store {
   }
 
  private:
-  // What `call` gives. It owns what it uses: nobody may be there any more when it ends.
+  // The result of `call`. It owns what it uses: nobody may be there any more when it ends.
   template <typename Call>
   auto Within(milliseconds limit, Call call) -> decltype(call(std::declval<c10d::Store&>())) {
     using Value = decltype(call(std::declval<c10d::Store&>()));

@@ -119,8 +119,8 @@ std::byte* TorchBuffers::ArenaPart(BufferId id, std::size_t part) const {
          ArenaPartOffset(plan_->buffers[id], static_cast<std::int32_t>(part));
 }
 
-// True: the buffer's place in the arena is its own until it is freed. What a plan allocates finds it free; an
-// evaluation beside the plan may have taken it, or find it taken.
+// True: the buffer's place in the arena is its own until it is freed. A buffer that a plan allocates finds it
+// free; an evaluation beside the plan may have taken it, or find it taken.
 Result<bool> TorchBuffers::EnterArena(BufferId id, StreamId stream) {
   if (memory_ != MemorySource::kArena || layout_.offsets[id] < 0) return false;
   for (const BufferId sharer : layout_.sharers[id]) {

@@ -60,8 +60,8 @@ class TorchBuffers : public TorchDevice {
   const CopySpec& copy(CopyId id) const { return copies_[id]; }
   // [Note: gradients as autograd makes them]
   // Which dtype autograd makes a gradient in depends on the kernels: RMSNorm's weight in bfloat16 gets a
-  // float32 one from a CPU and a bfloat16 one from a GPU, and a plan is made for one of them. Where its
-  // copies would convert from the wrong dtype, these do it from the right one.
+  // float32 one from a CPU and a bfloat16 one from a GPU, and a plan is made for one of them. Copies that
+  // would convert from the wrong dtype are done from the right one.
   bool ReadsAsMade(const CopySpec& spec) const { return spec.src >= 0 && slots_[spec.src].is_as_made; }
   void CopyAsMade(const CopySpec& spec) const;
   void AccumulateAsMade(const CopySpec& spec) const;

@@ -42,7 +42,8 @@ std::string LeftKey(std::int64_t rank) { return fmt::format("shardplan/left/{}",
 std::vector<std::uint8_t> BytesOf(const std::string& text) { return {text.begin(), text.end()}; }
 std::string TextOf(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
-// A death as it is published: "7 was killed by signal 9". What all hold for the first one afterwards.
+// A death as it is published: "7 was killed by signal 9". Returns the death that all hold for the first one
+// afterwards.
 std::string Publish(c10d::Store& store, const std::string& death) {
   return TextOf(store.compareSet(kFirstDeath, {}, BytesOf(death)));
 }
@@ -240,7 +241,7 @@ void Peers::Watcher::WatchOnce() {
   }
   if (mailbox_) polled.push_back({mailbox_->descriptor(), POLLIN, 0});
   if (poll(polled.data(), polled.size(), everybody_is_known_ && mailbox_ ? -1 : kLookMs) < 0) return;
-  // What a process says before it ends is there when its end is seen.
+  // The message of a process before it ends is there when its end is seen.
   while (mailbox_) {
     const std::optional<std::string> message = mailbox_->Receive();
     if (!message) break;

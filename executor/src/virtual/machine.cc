@@ -205,7 +205,7 @@ void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
   if (++rendezvous.finished == rendezvous.members) rendezvous_.erase(RendezvousKey(rendezvous.key));
 }
 
-// What a reduction adds is poison where any member's is.
+// The sum of a reduction is poison where any member's is.
 void VirtualMachineImpl::WriteMarks(const WorkItem& item) {
   const Rendezvous& rendezvous = *item.rendezvous;
   const CollectiveSpec& spec = rendezvous.spec;

@@ -35,7 +35,7 @@ struct Rendezvous {
   std::int64_t finished = 0;
 };
 
-// What a piece of work is, for messages. `a`, `b`: see each.
+// The description of a piece of work, for messages. `a`, `b`: see each.
 struct WorkLabel {
   enum class Kind : std::uint8_t {
     kModel,
@@ -95,7 +95,7 @@ class VirtualMachineImpl final : public VirtualMachine {
   const Plan& plan() const { return plan_; }
   HandOut hand_out() const { return hand_out_; }
   VirtualContent content() const { return content_; }
-  // Where a buffer's part is now; no block while it is not alive.
+  // The place of a buffer's part now; no block while it is not alive.
   Place PlaceOf(std::int64_t rank, BufferId buffer, std::int32_t part);
 
  private:
@@ -160,7 +160,7 @@ class VirtualRank final : public Device, public Collectives {
 
   std::span<std::byte> Memory(BufferId buffer, std::int32_t part);
   Place PlaceOf(BufferId buffer, std::int32_t part) const;
-  // Of the model's own work on the stream: the pool's debts, and those of the buffers that it uses first.
+  // For the model's own work on the stream: the pool's debts, and those of the buffers that it uses first.
   Block* Borrow(StreamId stream) { return stream < 0 ? nullptr : memory_.Borrow(stream); }
   Debts TakeDebts(StreamId stream, std::span<const BufferId> buffers);
 

@@ -2,11 +2,11 @@
 // Memory of one rank of the virtual machine: pools of blocks per stream, as a caching allocator has them.
 //
 // [Note: when freed memory is poisoned]
-// A free takes effect in host order, and the block goes to the pool of the stream S it was allocated on. What
-// may then overwrite it is the first use of anything allocated later from that pool, wherever that use runs;
-// the model's own compute, which allocates without instructions, uses the pool of its stream at once. So
-// every freed block is a debt of its pool until it is poisoned (NaN) or handed out; every allocation takes
-// the debts of that moment over, and its first use poisons them before anything else. A reader that is not
+// A free takes effect in host order, and the block goes to the pool of the stream S it was allocated on. The
+// first use of anything allocated later from that pool may then overwrite it, wherever that use runs; the
+// model's own compute, which allocates without instructions, uses the pool of its stream at once. So every
+// freed block is a debt of its pool until it is poisoned (NaN) or handed out; every allocation takes the
+// debts of that moment over, and its first use poisons them before anything else. A reader that is not
 // ordered before that use finds NaN under some seed, and one that is ordered never does.
 //
 // [Note: which block is handed out]
@@ -14,8 +14,8 @@
 // allocated next. A seed hands out the block that was freed last, or any of them; only those that are large
 // enough, or all: then every block has room for the largest part of the plan.
 //
-// What the model allocates and frees itself is handed out like all else, while its compute still waits for
-// its turn: each compute borrows a block of its stream's pool and poisons it when it runs.
+// The model's own allocations and frees are handed out like all else, while its compute still waits for its
+// turn: each compute borrows a block of its stream's pool and poisons it when it runs.
 //
 // A block that a free holds back for other streams (`safe_after`) is back in its pool when the next
 // allocation, or the model's next compute, finds that these streams are done: at once, where they have

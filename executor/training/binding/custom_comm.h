@@ -17,8 +17,7 @@ namespace shardplan::python {
 
 // Hands the collectives on to `inner`, but for those of a unit and kind that a Python object was set for: it
 // is called as FSDP2 calls its AllGather and ReduceScatter: (output_tensor=, input_tensor=, group=,
-// async_op=False, op=), the last for a reduce_scatter only. What it returns may be a Work, which is waited
-// for.
+// async_op=False, op=), the last for a reduce_scatter only. Its result may be a Work, which is waited for.
 class CustomCollectives final : public executor::Collectives {
  public:
   // groups: by CommunicatorId. `device` outlives this.

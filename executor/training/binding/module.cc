@@ -174,7 +174,7 @@ void SetReductionHook(PythonRuntime& runtime, UnitId unit, const py::object& hoo
   });
 }
 
-// As many steps as `steps` and, between them, as many that are not recorded.
+// Records `steps` steps, and leaves as many between them unrecorded.
 void StartRecording(PythonRuntime& runtime, std::int64_t warmup, std::int64_t steps) {
   executor::RecorderOptions options = {.warmup = warmup, .steps = steps};
   const c10::Device device = runtime.torch_device();

@@ -42,9 +42,9 @@ class PythonRuntime final : public executor::Runtime {
   void SetCustomCollective(UnitId unit, CollectiveKind kind, PyRef comm);
   ParameterChanges& parameter_changes() { return changes_; }
 
-  // Where a step begins and another plan is to be followed, because the user froze or unfroze parameters
-  // (OnRequiresGradChange) or because of AtNextStep or AtNextForward: the pre-forward hook of the entered
-  // module in it. Else null. entered: module, args, kwargs.
+  // The hook of another plan, if a step begins that is to follow it: because the user froze or unfroze
+  // parameters (OnRequiresGradChange), or because of AtNextStep or AtNextForward. It is the pre-forward hook
+  // of the entered module in that plan. Else null. entered: module, args, kwargs.
   PyRef HookOfNextPlan(UnitId unit, PyObject* const* entered);
   // on_left(module): the pre-forward hook of a module in the plan that is followed instead of this one.
   void OnLeft(PyRef on_left) { on_left_ = std::move(on_left); }

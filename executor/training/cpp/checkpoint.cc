@@ -35,7 +35,7 @@ DType DTypeOf(const at::Tensor& tensor) {
       fmt::format("shardplan: checkpoints have no dtype {}", at::toString(tensor.scalar_type())));
 }
 
-// What an optimizer keeps of one parameter: tensors of its shape by name, and how many steps it has made.
+// An optimizer's state of one parameter: tensors of its shape by name, and how many steps it has made.
 struct StateOfParameter {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   std::optional<std::int64_t> step;
@@ -142,7 +142,7 @@ class Training::Impl::State {
       return found == by_name_.end() ? at::Tensor() : saved_[found->second].storage;
     };
   }
-  // What was loaded into copies goes where it belongs.
+  // Puts what was loaded into copies where it belongs.
   void Loaded(Optimizer* optimizer) {
     for (const LoadedStep& step : steps_) {
       SetStep(*optimizer, step.parameter, static_cast<std::int64_t>(step.value.item<float>()));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a training loop does with all gradients: their norm, and a scale.
+// A training loop's operations on all gradients: their norm, and a scale.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_foreach_mul.h>
@@ -45,8 +45,8 @@ Gradients GradientsOf(const Plan& plan, const ModelTree& tree) {
 
 }  // namespace
 
-// As DTensor's _NormPartial: each gradient's norm over its ranks by the sum of powers, then the norm of
-// these.
+// The same as DTensor's _NormPartial: each gradient's norm over its ranks by the sum of powers, then the norm
+// of these.
 at::Tensor Training::ClipGradNorm(double max_norm, double norm_type) {
   const at::NoGradGuard no_grad;
   Gradients gradients = GradientsOf(plan(), impl_->tree());

@@ -27,7 +27,7 @@ std::string NamesText(std::vector<std::string> names) {
   return names.empty() ? "none" : fmt::format("{}", fmt::join(names, ", "));
 }
 
-// What is wrong with one parameter of the plan; "": nothing.
+// The fault of one parameter of the plan; "": none.
 std::string Difference(const Unit& unit, const UnitParameter& expected, const TreeParameter* found) {
   const std::string name = fmt::format("parameter {} of {}", expected.fqn, UnitName(unit));
   if (found == nullptr) return name + ": expected by the plan, not in the model";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a LibTorch model has, by name, and whether a plan fits it.
+// The parameters of a LibTorch model, by name, and whether a plan fits it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +33,7 @@ ModelTree TreeOf(const torch::nn::Module& model);
 // the plan's layout is none that modules in C++ can have.
 Status CheckFits(const Plan& plan, const ModelTree& tree);
 
-// Of names, shapes, dtypes and ties of parameters and buffers; not of devices and values.
+// Covers names, shapes, dtypes and ties of parameters and buffers; not devices and values.
 std::string SignatureOf(const ModelTree& tree);
 
 }  // namespace shardplan::executor

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What documents call things of LibTorch.
+// The names of LibTorch's types in documents.
 #pragma once
 
 #include <c10/core/ScalarType.h>

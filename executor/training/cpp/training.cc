@@ -442,7 +442,7 @@ void Training::Step(const std::function<void()>& step) {
   Runtime& runtime = impl_->runtime();
   runtime.OptimizerSteps();
   if (Session* session = impl_->session(); session != nullptr) session->HoldBack();
-  // Of a plan that does not reshard after the backward, modules hold whole parameters still.
+  // Modules hold whole parameters still if the plan does not reshard after the backward.
   runtime.ShowShards(true);
   step();
   runtime.ShowShards(false);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a Training is made of.
+// The members of a Training.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@ class LibTorchRuntime final : public Runtime {
   using Runtime::Runtime;
   ~LibTorchRuntime() override;
 
-  // Of the unit, the next in the order of Unit::parameters.
+  // Adds the unit's next parameter, in the order of Unit::parameters.
   void AddModuleParameter(UnitId unit, std::unique_ptr<ModuleParameter> parameter);
   // A module of the unit is about to be entered.
   void NoteEntered(UnitId unit) {

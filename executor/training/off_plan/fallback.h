@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What finishes a step that deviated from its plan.
+// Finishes a step that deviated from its plan.
 #pragma once
 
 #include <cstdint>
@@ -78,9 +78,9 @@ class Fallback {
   // The step is abandoned.
   void Abandon();
 
-  // What a step passes that follows the plan from its first trigger to the one at `until`.
+  // The points of a step that follows the plan from its first trigger to the one at `until`.
   std::vector<Passed> PlannedLog(PlanPosition until) const;
-  // Of the step that deviated, and what deviated first; "": none has.
+  // The step that deviated, and what deviated first; "": none has.
   const std::vector<Passed>& log() const { return log_; }
   const std::string& deviation() const { return deviation_; }
   // The lock is held: lets go of what the user gave.
@@ -92,7 +92,7 @@ class Fallback {
 
   int BackwardsFrom(PlanPosition now) const;
   void TakeGradients(UnitId unit);
-  // Of a unit's parameters, as they are now; of a flat unit none.
+  // The gradients of a unit's parameters, as they are now; none of a flat unit.
   std::vector<Seen> Gradients(UnitId unit) const;
   void EndBackward();
 

@@ -81,7 +81,7 @@ void OnDemand::Call(ProcedureKind kind, UnitId unit) {
       ThrowFailure(status.error(), replayer_->thrown());
     }
   }
-  // What is issued on the compute stream is done before the model goes on there; the cpu device, whose
+  // Work issued on the compute stream is done before the model goes on there; the cpu device, whose
   // collectives run in the background, has to be told.
   OrThrow(device_.RunOn(0, [] {}));
 }
@@ -168,7 +168,7 @@ bool OnDemand::HasKept(UnitId unit) const {
   return std::ranges::any_of(kept_[unit], [&](BufferId kept) { return replayer_->IsAlive(kept); });
 }
 
-// Those that a step of the plan keeps have a buffer that is alive, each its own or all one.
+// Gradients that a step of the plan keeps have a buffer that is alive, each its own or all one.
 bool OnDemand::IsKept(UnitId unit, std::int32_t parameter) const {
   if (!keeps_[unit].empty() && keeps_[unit][parameter]) return true;
   if (!keeps_[unit].empty() && HasKept(unit)) return false;
@@ -339,7 +339,7 @@ Status OnDemand::SupplyGradients(UnitId unit, BufferId buffer) {
   return device_.SetParts(buffer, std::move(parts));
 }
 
-// Where the user waits for a gradient in the backward it is handed over now; the plan may go on with it.
+// A gradient that the user waits for in the backward is handed over now; the plan may go on with it.
 Status OnDemand::GradientsReady(UnitId unit, BufferId buffer) {
   std::vector<BufferId>& ready = under_way_.ready;
   if (std::ranges::find(ready, buffer) == ready.end()) ready.push_back(buffer);

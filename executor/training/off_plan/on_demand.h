@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done beside the plan's steps, by the plan's procedures: in an evaluation, at a call of the user, in
-// a fallback.
+// Work beside the plan's steps, by the plan's procedures: in an evaluation, at a call of the user, in a
+// fallback.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,10 +20,10 @@
 namespace shardplan::executor {
 
 // [Note: on demand]
-// A plan is a program of training steps. What nobody knows in advance (a validation loop between two steps, a
-// call of sp.unshard, a step that leaves the plan) is done unit by unit when it is needed, and nothing
-// overlaps. How it is done is planned all the same: Plan::procedures. This class only decides which one is
-// called. All ranks have to call the same ones in the same order.
+// A plan is a program of training steps. Work that nobody knows in advance (a validation loop between two
+// steps, a call of sp.unshard, a step that leaves the plan) is done unit by unit when it is needed, and
+// nothing overlaps. How it is done is planned all the same: Plan::procedures. This class only decides which
+// one is called. All ranks have to call the same ones in the same order.
 //
 // Members throw TrainingError, unless they return a Status.
 class OnDemand {

@@ -46,8 +46,8 @@ bool HasBackward(const std::vector<Trigger>& triggers, const Forward& forward) {
   return false;
 }
 
-// Of every step of the plan: are its backwards, in order, last ones? As the strategy's program sets it. Steps
-// after the program's are like its last one.
+// By step of the plan: are its backwards, in order, last ones? The strategy's program sets it. Steps after
+// the program's are like its last one.
 std::vector<std::vector<bool>> LastBackwards(const Plan& plan) {
   bool last = true;
   const auto note = [&](const ModuleCall& call) {
@@ -91,7 +91,7 @@ std::vector<std::shared_ptr<const std::vector<UnitGradients>>> GradientsOf(
   std::vector<std::shared_ptr<const std::vector<UnitGradients>>> result(triggers.size());
   std::vector<UnitGradients> units(plan.units.size(), UnitGradients::kNone);
   std::size_t begin = 0;
-  // Where the user finalizes the backward, what is left then is reduced then.
+  // If the user finalizes the backward, the remaining gradients are reduced then.
   const bool finalized = std::ranges::any_of(triggers, [&](const Trigger& trigger) {
     return trigger.kind == TriggerKind::kUserCall &&
            std::ranges::any_of(trigger.instructions, [&](const Instruction& i) {

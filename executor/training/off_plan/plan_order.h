@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What comes next in a plan, beyond the one trigger that the replayer names.
+// The continuation of a plan, beyond the one trigger that the replayer names.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct PlanPosition {
   std::int32_t trigger = 0;
 };
 
-// What a backward does with a unit's gradients.
+// The fate of a unit's gradients in a backward.
 enum class UnitGradients : std::uint8_t { kNone, kKept, kReduced };
 
 class PlanOrder {

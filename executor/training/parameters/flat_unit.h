@@ -47,8 +47,9 @@ class FlatUnit {
 
   // Runs work on the stream that reads the shard next.
   using Issue = std::function<Status(const std::function<void()>&)>;
-  // What the user replaced since (a parameter's data, a parameter, a gradient that the plan accumulates into)
-  // is copied into the shard. FlatParamHandle._writeback_orig_params. kNegative: it has another shape.
+  // Objects that the user replaced since (a parameter's data, a parameter, a gradient that the plan
+  // accumulates into) are copied into the shard. FlatParamHandle._writeback_orig_params. kNegative: it has
+  // another shape.
   virtual Status WriteBack(const Issue& issue) = 0;
 
   // Does the original parameter need a gradient? Nothing where there are none: the flat one is PyTorch's.

@@ -31,9 +31,9 @@ class GradientHandover {
   // got a gradient, or always (`zeros`). Throws TrainingError. Takes the lock.
   void PublishAll(bool zeros);
   // Has the user let go of a gradient that was handed over and that the plan still has (zero_grad between
-  // micro-batches)? Of flat units it is no matter: FlatUnit::WriteBack.
+  // micro-batches)? It does not matter for flat units: FlatUnit::WriteBack.
   bool IsDropped() const;
-  // What was kept, or handed over, is the plan's no more.
+  // Gradients that were kept, or handed over, are the plan's no more.
   void Forget() {
     kept_.clear();
     published_.clear();

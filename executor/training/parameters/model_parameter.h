@@ -16,13 +16,13 @@ class ModelParameter {
  public:
   virtual ~ModelParameter() = default;
 
-  // Of what the modules hold between steps, and the optimizer steps: the shard.
+  // The shard, which the modules hold between steps and the optimizer steps.
   virtual bool requires_grad() const = 0;
   virtual at::Tensor& sharded_grad() const = 0;
-  // What autograd leaves of a backward: the gradient of the whole parameter; undefined: none.
+  // Autograd's result of a backward: the gradient of the whole parameter; undefined: none.
   virtual at::Tensor& unsharded_grad() const = 0;
-  // What autograd converts that gradient to from now on; nothing: it stays as it is made. Where a gradient is
-  // there, it has this dtype.
+  // The dtype that autograd converts that gradient to from now on; nothing: it stays as it is made. A
+  // gradient that is there has this dtype.
   virtual void SetGradDType(std::optional<at::ScalarType> dtype) = 0;
   // ... as the tensor to reduce. Throws TrainingError.
   virtual at::Tensor LocalGradient() const { return unsharded_grad(); }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known of one unit of the plan on this rank while a model is trained.
+// The state of one unit of the plan on this rank while a model is trained.
 #pragma once
 
 #include <ATen/core/Tensor.h>

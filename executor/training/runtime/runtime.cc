@@ -401,7 +401,7 @@ void Runtime::BackwardEnd() {
   for (std::size_t unit = 0; unit < units_.size(); ++unit) SetGradDTypes(static_cast<UnitId>(unit), false);
   handover_.PublishAll(/*zeros=*/fallback_.active());
   if (!fallback_.active()) CheckNoGradientIsLeft();
-  // Where nobody sees the optimizer, the step is over with its last backward.
+  // If nobody sees the optimizer, the step is over with its last backward.
   if (fallback_.active() && !user_.optimizer_seen && !user_.awaits_optimizer &&
       fallback_.has_had_its_backwards() && Reduces(-1))
     EndFallback();

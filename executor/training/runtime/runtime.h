@@ -39,9 +39,9 @@ namespace shardplan::executor {
 // are fired when the next one that has comes. So the optimizer stays the user's, wherever in the loop it is
 // called.
 //
-// What is beside the plan is in classes of its own: OnDemand (evaluation, calls of the user), Fallback (a
-// step that left its plan). GradientHandover gives reduced gradients to the parameters, ParameterChanges sees
-// what the user did to them, ModuleGroups knows which module runs a unit's hooks.
+// Work beside the plan is in classes of its own: OnDemand (evaluation, calls of the user), Fallback (a step
+// that left its plan). GradientHandover gives reduced gradients to the parameters, ParameterChanges sees what
+// the user did to them, ModuleGroups knows which module runs a unit's hooks.
 //
 // Nothing here knows the language of the model: what it has to do with that is in a ModelParameter, in a
 // FlatUnit, and in what RuntimeOptions and the virtual functions of this class say.
@@ -50,7 +50,7 @@ namespace shardplan::executor {
 // throw TrainingError.
 struct RuntimeOptions {
   UserLock* lock = nullptr;  // outlives the runtime; null: the model has none
-  // What messages advise, in the words of the model's language.
+  // Advice in messages, in the words of the model's language.
   std::string_view after_deviation;              // a sentence
   std::string_view after_freezing;               // a sentence: a parameter was frozen or unfrozen
   std::string_view gives_up;                     // the call that gives a step up
@@ -129,7 +129,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   // Why forwards fail. Empty: they succeed.
   void Suspend(std::string reason) { user_.suspended = std::move(reason); }
   // hook(reduced gradient) after the last collective of the unit's reductions, as FSDP2's
-  // set_all_reduce_hook. What it throws fails the step. Empty: none.
+  // set_all_reduce_hook. An exception of it fails the step. Empty: none.
   void SetReductionHook(UnitId unit, std::function<void(const at::Tensor&)> hook) {
     units_[unit].reduction_hook = std::move(hook);
   }
@@ -139,7 +139,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   // ... has stepped. For a recording alone.
   void OptimizerStepped();
   // Steps that begin from now on are recorded (step_recorder.h), as many as `options.steps` and, between
-  // them, as many that are not. Of a recording under way nothing is kept.
+  // them, as many that are not. Nothing is kept of a recording under way.
   void StartRecording(RecorderOptions options);
   bool HasRecorded() const { return recording_.recorder != nullptr && recording_.recorder->done(); }
   std::int64_t recorded_steps() const { return recording_.recorder ? recording_.recorder->recorded() : 0; }
@@ -151,8 +151,8 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   // reduced all gradients, and not before.
   void AwaitOptimizer() { user_.awaits_optimizer = true; }
   bool optimizer_seen() const { return user_.optimizer_seen; }
-  // What the user has set on the units with set_requires_gradient_sync, from now on; by unit. The plan's step
-  // is followed as long as it does the same.
+  // The user's setting of set_requires_gradient_sync on the units, from now on; by unit. The plan's step is
+  // followed as long as it does the same.
   void SetRequiresGradientSync(const std::vector<UnitId>& units, bool value);
   void SetIsLastBackward(bool value) { user_.is_last_backward = value; }
   // The step under way is given up: gradients and gathered parameters are dropped, shards stay as they are,
@@ -162,12 +162,12 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   void Restart();
   // Are all ranks about to do the same, which a number stands for? Collective.
   bool Alike(std::int64_t number) { return on_demand_.Alike(number); }
-  // What all ranks say; see DeviationConsensus::Tell.
+  // The texts of all ranks; see DeviationConsensus::Tell.
   std::vector<std::string> Tell(const std::string& text);
   // Inside a step the modules of gathered units hold whole parameters: shows the shards, and the whole ones
   // again. For reading.
   void ShowShards(bool show);
-  // What a step of the plan, of those that repeat, passes.
+  // The points of a step of the plan, one of those that repeat.
   std::vector<Fallback::Passed> PlannedLog() const;
   Fallback& fallback() { return fallback_; }
   const Fallback& fallback() const { return fallback_; }
@@ -180,9 +180,9 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   // Steps of the training so far, of this runtime and of those before it.
   std::int64_t step() const { return replayer_->step(); }
   void CountFrom(std::int64_t step) { replayer_->CountFrom(step); }
-  // Of the plan, the one that is being fired included.
+  // The next point of the plan, or the one that is being fired.
   TriggerKey NextPoint() const { return TriggerKey(replayer_->Expected()); }
-  // Where the replayer is, for people.
+  // The position of the replayer, for people.
   std::string Where() const { return replayer_ ? replayer_->Where() : "not started"; }
 
   // ---- Model ----

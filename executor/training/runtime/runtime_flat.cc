@@ -67,7 +67,7 @@ Status Runtime::ShardedParametersRead(UnitId unit, StreamId stream) {
       [&](const std::function<void()>& copy) { return device_->RunOn(std::max(stream, 0), copy); });
 }
 
-// Of the point that is being passed.
+// Whether the point that is being passed is in a forward.
 bool Runtime::InForward() const {
   return (fallback_.active() ? fallback_.log().back().kind : now_.firing) == TriggerKind::kPreForward;
 }

@@ -119,8 +119,7 @@ bool Runtime::BeginsForward() const {
 
 bool Runtime::BeginsStep() const { return at::GradMode::is_enabled() && BeginsForward(); }
 
-// Of a model whose optimizer is known: a forward before it steps, with gradients that are held, is another
-// micro-batch.
+// A forward before a known optimizer steps, with gradients that are held, is another micro-batch.
 void Runtime::CheckIsNoMicrobatch() {
   if (!user_.awaits_optimizer || fallback_.active() || !at::GradMode::is_enabled()) return;
   if (replayer_->Expected().kind == TriggerKind::kUserCall &&

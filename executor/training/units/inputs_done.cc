@@ -26,7 +26,7 @@ bool WillRun(Node* node) {
   return nodes != nullptr && nodes->contains(node);
 }
 
-// What a gradient flows into. Weak: the hooks, which own the countdown, are owned by it.
+// The destination of a gradient. Weak: the hooks, which own the countdown, are owned by it.
 struct Target {
   std::optional<WeakNodePtr> node;
   c10::weak_intrusive_ptr<c10::TensorImpl> leaf;  // its node may be made anew

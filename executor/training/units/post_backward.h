@@ -14,8 +14,8 @@ namespace shardplan::executor {
 class Runtime;
 
 // Replaces `tensors[i]` for every i in `indices` (all need a gradient) by the output of one identity node
-// over all of them. As with any custom function, a view output must not be modified in place by the module.
-// The node calls runtime->PostBackward(unit) when the gradients of all its outputs have arrived.
+// over all of them. The module must not modify a view output in place, as with any custom function. The node
+// calls runtime->PostBackward(unit) when the gradients of all its outputs have arrived.
 void InsertPostBackward(const std::shared_ptr<Runtime>& runtime, UnitId unit,
                         std::vector<at::Tensor>& tensors, const std::vector<std::size_t>& indices);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done where a module of a unit is entered and left, whatever language calls it.
+// Work where a module of a unit is entered and left, whatever language calls it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ namespace shardplan::executor {
 
 class Runtime;
 
-// What the hooks of a unit do besides firing triggers.
+// Options of a unit's hooks besides firing triggers.
 struct HookOptions {
   UnitId unit = -1;  // -1: a root that is no unit of the plan (it holds no parameter of its own)
   std::vector<const void*> modules;            // of the unit, as identities; see [Note: groups]
@@ -29,7 +29,7 @@ struct HookOptions {
 
 class UnitHooks {
  public:
-  // What is to be done with the inputs.
+  // Work to be done with the inputs.
   struct InputWork {
     bool casts = false;
     bool moves = false;        // to the runtime's device

@@ -28,7 +28,7 @@ class PythonLocals {
 
   // The tensors alive when they took most, in 512-byte blocks.
   const Tensors& Most() const { return at_most_; }
-  // What happened, in order.
+  // The steps so far, in order.
   const std::vector<OptimizerTensorStep>& Steps() const { return steps_; }
 
  private:

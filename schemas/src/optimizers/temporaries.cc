@@ -74,8 +74,8 @@ void MakeAndDrop(PythonLocals& names, std::string_view name, std::vector<Bytes> 
   names.Drop(name);
 }
 
-// What the gradient is called: a copy when it is negated, and again when the parameter's decay is added to
-// it; foreach adds that to the copy in place, and drops the list before.
+// Takes the gradient under its name: a copy when it is negated, and again when the parameter's decay is added
+// to it; foreach adds that to the copy in place, and drops the list before.
 void TakeGradient(const Optimizer& optimizer, const std::vector<Bytes>& sizes, bool adds_decay,
                   PythonLocals& names) {
   const bool foreach = ImplementationOf(optimizer) == OptimizerImplementation::kForeach;

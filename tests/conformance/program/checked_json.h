@@ -44,7 +44,7 @@ class CheckedJson {
   }
   bool Has(const std::string& key) const;
 
-  // What is there, or a default where the member is missing.
+  // The member's value, or a default where it is missing.
   template <typename T>
   T Value(const std::string& key, T missing) const {
     return Has(key) ? (*this)[key].Get<T>() : std::move(missing);
@@ -85,9 +85,9 @@ class CheckedJson {
     return json.IsString() && json.value_->get_ref<const std::string&>() == text;
   }
 
-  // Of an array.
+  // The elements of an array.
   std::vector<CheckedJson> Elements() const;
-  // Of an object, by name.
+  // The members of an object, by name.
   std::vector<std::pair<std::string, CheckedJson>> Members() const;
   std::size_t size() const;
 

@@ -48,7 +48,7 @@ std::string Text(const LogEvent& event, const std::string& policy) {
 }
 
 Comparison Compare(const Recording& recording) {
-  // What PyTorch issues can be wrong: the events are compared all the same.
+  // PyTorch may issue what is wrong: the events are compared all the same.
   const PlanOptions options{.verify = false};
   const Result<PlannerOutput> planned =
       MakePlan(recording.trace, recording.strategy, recording.cluster, options);

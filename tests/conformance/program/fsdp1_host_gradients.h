@@ -14,10 +14,9 @@ bool HoldsPiece(const Plan& plan, const Unit& unit, const UnitParameter& paramet
 
 // [Note: offloaded gradients on a CPU]
 // On a GPU the gradient of an earlier backward lies on another device than the flat parameter, and the new
-// one overwrites it. Where the ranks compute on the CPU, the runtime takes it for a gradient to accumulate
-// into. With use_orig_params it is there even without an earlier backward: the post-forward shows the (zero)
-// host gradient to the original parameters, and the next unshard takes that for a gradient that the user has
-// set.
+// one overwrites it. If the ranks compute on the CPU, the runtime takes it for a gradient to accumulate into.
+// With use_orig_params it is there even without an earlier backward: the post-forward shows the (zero) host
+// gradient to the original parameters, and the next unshard takes that for a gradient that the user has set.
 //
 // [Note: gradients that a rank forgets]
 // With use_orig_params the root's pre-forward drops a sharded gradient that no original parameter shows. On a

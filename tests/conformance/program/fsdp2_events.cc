@@ -203,7 +203,7 @@ class Fsdp2EventWriter {
     }
   }
 
-  // What the pass that raised was in the middle of is over.
+  // Work that the raised pass was in the middle of is over.
   void Reset(const std::string& module) {
     Add("reset_iter_state", DisplayName(module));
     in_pass_backward_ = false;
@@ -468,7 +468,7 @@ class Fsdp2EventWriter {
     for (const std::int32_t p : buffer.parameters) held.erase(p);
   }
 
-  // What was gathered, all tensors of an extension included, but not what it made of that.
+  // Gathered bytes, all tensors of an extension included, without what the extension made of them.
   std::int64_t UnshardedBytes(UnitId unit) const {
     std::int64_t bytes = 0;
     for (const Buffer& buffer : plan_.buffers) {

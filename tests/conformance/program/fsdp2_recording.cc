@@ -89,8 +89,8 @@ class Fsdp2Converter {
     }
   }
 
-  // Where the ranks are cut in other ways, too: one mesh with the cuts of all. A dimension of each is one or
-  // several of its dimensions.
+  // If the ranks are cut in other ways, too, there is one mesh with the cuts of all. A dimension of each is
+  // one or several of its dimensions.
   void ConvertMeshes(const Json& mesh) {
     std::set<std::int64_t> cuts = {1};  // ranks in what is inside of a cut
     const auto add_cuts = [&](const Json& shape) {
@@ -410,7 +410,7 @@ class Fsdp2Converter {
     return found->second;
   }
 
-  // Of "output_grad:2".
+  // Parses "output_grad:2".
   static std::int32_t OutputIndex(const Json& event) {
     const std::string what = event;
     const char* end = what.data() + what.size();

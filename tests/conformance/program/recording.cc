@@ -65,7 +65,7 @@ Status ReadLog(const std::string& path, Recording& recording, Parse parse) {
   return InFile(parse(*log, recording), path);
 }
 
-// What `shardplan conformance --live` records: the planner's own documents, and the log.
+// Reads a recording of `shardplan conformance --live`: the planner's own documents, and the log.
 Result<Recording> ReadLive(const std::string& path) {
   Result<Trace> trace = ReadTrace(path + ".trace.json");
   if (!trace) return std::unexpected(trace.error());

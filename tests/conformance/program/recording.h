@@ -40,7 +40,7 @@ Result<Recording> ReadRecording(const std::string& path_without_suffix);
 Result<Recording> ConvertCase(const std::string& json_text);
 // Into `recording`, whose documents are there. Counts the steps where the case does not say them.
 Status ParseLog(const std::string& log, Recording& recording);
-// Of `shardplan conformance --live`: the log says the policy's ranks, too.
+// Parses a log of `shardplan conformance --live`, which says the policy's ranks, too.
 Status ParseLiveLog(const std::string& log, Recording& recording);
 
 // By format; used by ConvertCase.

@@ -34,7 +34,7 @@ class Walker {
   }
   bool reuses() const { return reuses_; }
   std::string fault() const { return fault_; }
-  // What of each stream was alive at once, at most.
+  // The most that was alive at once of each stream.
   std::int64_t alive_bytes() const {
     std::int64_t bytes = 0;
     for (const auto& [stream, level] : of_stream_) bytes += level.second;

@@ -273,7 +273,7 @@ std::span<const std::byte> CheckedModel::ActivationOf(StorageId storage, std::in
   return std::span(value).first(std::min(bytes, kMost));
 }
 
-// What the segment makes it writes; what it finds has to be what was made.
+// The segment writes the activations that it makes; those that it finds have to be what was made.
 void CheckedModel::AddActivations(const executor::ComputeCall& call, Work& work) {
   for (const executor::ActivationUse& use : call.activations) {
     const Buffer& buffer = plan_.buffers[use.buffer];

@@ -4,8 +4,8 @@
 // A segment compares all unsharded parameters of the units that it reads with what the last optimizer step
 // gave, and makes its gradients; activations that the plan moves hold what the segment that made them wrote;
 // the segments come in the order of the model, which the plan of ExpectedValues has; an optimizer step
-// compares the reduced gradients and the shards, and steps the shards. What nobody wrote, wrote too late or
-// overwrote too early is not equal.
+// compares the reduced gradients and the shards, and steps the shards. Numbers that nobody wrote, or that
+// were written too late or overwritten too early, are not equal.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 
 namespace shardplan::test {
 
-// What the ranks of one run, or one of them, found.
+// The findings of the ranks of one run, or of one of them.
 struct Findings {
   std::string failure;          // the first wrong number; "": none
   std::set<std::string> stale;  // units whose parameters are read as they were before an optimizer step
@@ -95,8 +95,8 @@ class CheckedModel final : public executor::Model {
   std::vector<std::vector<std::int64_t>> versions_;               // by unit and parameter, in host order
   std::vector<std::vector<std::int64_t>> made_;                   // gradients, likewise
   std::vector<std::set<std::pair<std::int32_t, UnitId>>> reads_;  // by step
-  // Of the plan of ExpectedValues: by step as run its segments and micro-batches, those without length apart,
-  // and by optimizer step the optimizer's own memory.
+  // Facts of the plan of ExpectedValues: by step as run its segments and micro-batches, those without length
+  // apart, and by optimizer step the optimizer's own memory.
   using Run = std::pair<SegmentId, std::int32_t>;
   std::vector<std::vector<Run>> order_;
   std::set<std::pair<std::int64_t, Run>> points_;

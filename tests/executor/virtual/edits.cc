@@ -307,7 +307,7 @@ class Editor {
     return fmt::format("streams {} and {} swapped{}", a, b, only_here ? " in one step" : "");
   }
 
-  // What a segment reads is a fact of the model, which nothing in a plan proves: reads stay as they are.
+  // The reads of a segment are facts of the model, which nothing in a plan proves: they stay as they are.
   std::string EditSegment() {
     if (plan().segments.empty()) return {};
     segment_ = static_cast<SegmentId>(Below(plan().segments.size()));

@@ -10,7 +10,7 @@
 
 namespace shardplan::test {
 
-// A version of the plan with `edits` random edits. Where they cancel out, it is the plan itself.
+// A version of the plan with `edits` random edits. It is the plan itself if they cancel out.
 FieldMutation RandomEdits(const Plan& plan, std::uint64_t seed, int edits);
 
 }  // namespace shardplan::test

@@ -17,7 +17,7 @@ bool MovesParameters(const Instruction& i) {
   return i.kind == kCopyIn || i.kind == kAllGather || i.kind == kCopyOut || i.kind == kCopyToDevice;
 }
 
-// What the ranks of fsdp1 compare: counts and indices that the model does not look at.
+// Buffers that the ranks of fsdp1 compare: counts and indices that the model does not look at.
 bool IsOrderCheck(const Plan& plan, const Instruction& i) {
   const auto is_one = [&](BufferId id) {
     return id >= 0 && plan.buffers[id].role == BufferRole::kOrderCheck;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan does that no number depends on.
+// Effects of a plan that no number depends on.
 #pragma once
 
 #include "shardplan/schemas/plan.h"

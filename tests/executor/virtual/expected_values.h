@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every number of a planned run has to be, from the trace, the strategy's program and the layout of the
+// Expected values of every number of a planned run, from the trace, the strategy's program and the layout of
+// the
 // units: never from the plan's instructions.
 //
 // [Note: a model of integers]
@@ -59,7 +60,7 @@ class ExpectedValues {
   // (micro-batch, unit) that the forwards of a step have to read.
   const std::set<std::pair<std::int32_t, UnitId>>& Reads(std::int64_t step) const { return reads_[step]; }
 
-  // What the rank's shard of a unit holds.
+  // The content of the rank's shard of a unit.
   const std::vector<ShardRun>& Shard(UnitId unit, std::int64_t rank) const { return shards_[unit][rank]; }
 
  private:

@@ -229,7 +229,7 @@ TEST(FieldMutations, ModulesBoundToShardsAreBoundToWholeParametersWhenTheyRun) {
   EXPECT_TRUE(reads_shards());
 }
 
-// Of four ranks: as many bytes as the shard of all four has in float32.
+// On four ranks: as many bytes as the shard of all four has in float32.
 TEST(FieldMutations, AGatherOfASmallerMeshTakesItsPieces) {
   Plan plan = PlanOf("knob/fsdp2/reshard_2_bf16");
   int changed = 0;

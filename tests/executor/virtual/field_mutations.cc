@@ -54,7 +54,7 @@ class Series {
   }
 
  private:
-  // What procedures alone use is judged by their own program (on_demand_test.cc).
+  // Buffers that procedures alone use are judged by their own program (on_demand_test.cc).
   bool IsInSteps(BufferId buffer) const {
     for (const PlanStep& step : plan_.steps) {
       for (const Trigger& trigger : step.triggers) {

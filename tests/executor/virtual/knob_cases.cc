@@ -92,7 +92,7 @@ void AddEval(PlanCase& c) {
   c.steps = 4;
 }
 
-// What blocks save is in host memory between forward and backward.
+// Activations that blocks save are in host memory between forward and backward.
 void AddActivationOffload(Cases& cases, const std::string& p) {
   const auto add = [&](const std::string& name, std::vector<std::string> modules, std::int64_t every,
                        const Cases::Change& change) {

@@ -64,7 +64,7 @@ Plan PlanOf(const PlanCase& c) {
   return planned ? planned->plan : Plan{};
 }
 
-// What a run says of the plan: "" or an error.
+// The verdict of a run: "" or an error.
 std::string Verdict(const Plan& plan, std::uint64_t seed, VirtualContent content) {
   const Status status = ReplayFiller(plan, seed, 2, content);
   return status ? "" : ToString(status.error());

@@ -83,7 +83,8 @@ std::int64_t CountOf(const Plan& plan, InstructionKind kind) {
   return count;
 }
 
-// What no number depends on: all-reduces of one rank, the prefetch of a unit whose backward needs nothing.
+// Work that no number depends on: all-reduces of one rank, the prefetch of a unit whose backward needs
+// nothing.
 TEST(IdleWork, IsWhatNobodyReadsAndNothingElse) {
   const auto plan_of = [](const std::string& name) {
     const PlanCase c = GoldenCase(name);

@@ -54,7 +54,7 @@ Plan WithoutTensors(Plan plan) {
 }
 
 std::optional<Violation> FirstNew(const std::vector<Violation>& before, const std::vector<Violation>& after) {
-  // What the document contradicts itself in has consequences that say less.
+  // A contradiction in the document has consequences that say less.
   std::map<Rule, int> known = Broken(before);
   std::optional<Violation> first;
   for (const Violation& violation : after) {
@@ -70,7 +70,7 @@ bool PassesOn(const Plan& plan, const Buffer& before, DType now) {
   using enum BufferRole;
   const bool on_its_way = before.role == kAllGatherInput || before.role == kAllGatherOutput ||
                           before.role == kParamPostForwardShard;
-  // What the parameters are rounded to in the end, they may be rounded to before.
+  // Parameters may be rounded before to the dtype that they are rounded to in the end.
   if (on_its_way && now == plan.units[before.unit].param_dtype) return true;
   const bool is_wider = now == DType::kFloat64 || (now == DType::kFloat32 && before.dtype != DType::kFloat64);
   return (on_its_way || before.role == kGradUnshardedAccumulated) && is_wider;
@@ -190,7 +190,7 @@ PlanJudge::PlanJudge(const Plan& plan, ExpectedValues& expected, std::set<std::s
       seeds_to_trust_(seeds_to_trust),
       before_(Verify(plan)) {}
 
-// What the verifier says to the version (of the last rank alone) and did not say before.
+// The verifier's objection to the version (of the last rank alone) that it did not have before.
 std::optional<Violation> PlanJudge::Objection(const Plan& version, bool on_last_rank) const {
   if (!on_last_rank) return FirstNew(before_, Verify(version));
   std::vector<Plan> ranks(static_cast<std::size_t>(plan_.world_size), plan_);
@@ -237,7 +237,7 @@ Judgement PlanJudge::JudgeVersion(const Plan& version, bool on_last_rank, std::u
     judgement.verdict = Verdict::kLeft;
     return judgement;
   }
-  // What nobody reads may still be written over what is somebody else's by then.
+  // Work that nobody reads may still be written over what is somebody else's by then.
   const bool unread_moves = objection->rule != Rule::kFreeBeforeLastUse;
   const Plan without = WithoutIdleWork(plan_, unread_moves);
   const PlanJudge idle(without, expected_, stale_, 0, 0);
@@ -253,7 +253,7 @@ Judgement PlanJudge::Judge(const Mutation& mutation) const {
 }
 
 Judgement PlanJudge::Judge(const FieldMutation& mutation) const {
-  // Whose answer is known needs few runs.
+  // A mutation with a known answer needs few runs.
   const std::uint64_t seeds =
       mutation.repeats || mutation.restates ? std::min<std::uint64_t>(seeds_to_find_, 20) : seeds_to_find_;
   Judgement judgement = JudgeVersion(mutation.plan, false, seeds);

@@ -69,8 +69,8 @@ class PlanJudge {
             std::uint64_t seeds_to_find, std::uint64_t seeds_to_trust);
 
   Judgement Judge(const Mutation& mutation) const;
-  // Of a changed field. Work that is done again and changes nothing is idle; a buffer that says that it is
-  // for something else, and is used as before, is misstated.
+  // The judgement of a changed field. Work that is done again and changes nothing is idle; a buffer that says
+  // that it is for something else, and is used as before, is misstated.
   Judgement Judge(const FieldMutation& mutation) const;
 
  private:

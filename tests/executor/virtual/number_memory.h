@@ -21,7 +21,7 @@ struct BytePlace {
   std::int64_t byte = 0;
 };
 
-// What a model does in one go on a stream: reads, then writes. The spans outlive the run.
+// One go of a model on a stream: reads, then writes. The spans outlive the run.
 struct NumberWork {
   struct Read {
     BytePlace at;

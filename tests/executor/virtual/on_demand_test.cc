@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done on demand computes the right numbers, in whatever order the streams run: the procedures of
-// every plan that the planner makes, as a program of steps.
+// Procedures compute the right numbers, in whatever order the streams run: those of every plan that the
+// planner makes, as a program of steps.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an instruction must have: the verifier, the simulator and the replayer's program refuse the same ones.
+// Operands of instructions: the verifier, the simulator and the replayer's program refuse the same ones.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

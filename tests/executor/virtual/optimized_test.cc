@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the optimising planner makes of small models computes the right numbers in whatever order the streams
-// run.
+// Plans that the optimising planner makes of small models compute the right numbers in whatever order the
+// streams run.
 #include <gtest/gtest.h>
 
 #include "tests/executor/virtual/checked_run.h"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the planner can make: every recording of PyTorch, every knob, and random models with random knobs.
+// The plans that the planner can make: every recording of PyTorch, every knob, and random models with random
+// knobs.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +41,7 @@ PlanCase RandomCase(std::uint32_t seed);
 
 // Golden strategies that PyTorch refuses: there is nothing to run.
 const std::set<std::string>& RefusedByPyTorch();
-// What PyTorch itself computes wrongly, by case, and how it shows. The verifier objects to these, too.
+// Cases that PyTorch itself computes wrongly, and how it shows. The verifier objects to these, too.
 const std::map<std::string, std::string>& WrongInPyTorch();
 
 }  // namespace shardplan::test

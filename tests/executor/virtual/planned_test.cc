@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the planner makes of every recording of PyTorch, of every knob and of random models computes the right
-// numbers in whatever order the streams run. What PyTorch itself gets wrong is named, case by case.
+// Plans of every recording of PyTorch, of every knob and of random models compute the right numbers in
+// whatever order the streams run. Cases that PyTorch itself gets wrong are named.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread that ends collectives which do not end by themselves. What is tested here for its results is run
-// under ThreadSanitizer for its locks.
+// The thread that ends collectives which do not end by themselves. ThreadSanitizer looks at the locks of what
+// is tested here for its results.
 #include "executor/src/replay/watchdog.h"
 
 #include <gmock/gmock.h>

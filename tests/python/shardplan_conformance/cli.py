@@ -98,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return EXIT_ENVIRONMENT
     if not _comparison(arguments).exists():
-        complain("shardplan conformance", printable(f"{_comparison(arguments)} is not built: build the target shardplan-conformance"))
+        wanted = "build the target shardplan-conformance"
+        complain("shardplan conformance", printable(f"{_comparison(arguments)} is not built: {wanted}"))
         return EXIT_ENVIRONMENT
     try:
         return _compare_live(arguments)

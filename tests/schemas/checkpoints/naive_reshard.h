@@ -24,7 +24,7 @@ std::vector<std::int64_t> HeldElements(const StateLayout& layout, const StateTen
 
 // Every byte of a tensor is a hash of its name, its element and its place in the element; padding is 0xee.
 NaiveState StateIn(const StateLayout& layout);
-// What `StateIn(layout)` has room for, all bytes 0xee.
+// The storages of `StateIn(layout)`, all bytes 0xee.
 NaiveState EmptyIn(const StateLayout& layout);
 // Executes a plan in its rounds. An out-of-range access is a message.
 std::optional<std::string> Execute(const ReshardPlan& plan, const NaiveState& from, NaiveState& to);

@@ -110,7 +110,7 @@ TEST(PyTorchVersions, AReleaseThatIsNotPlannedIsPlannedAsTheOneBeforeIt) {
   EXPECT_EQ(RecordedPyTorch("torch 1.13.1"), kOldestPyTorch);
 }
 
-// What a field says of itself begins with the kinds that have it, where these are few: "record, wait,
+// A field's description begins with the kinds that have it, where these are few: "record, wait,
 // host_wait: ...".
 TEST(JsonSchema, FieldsNameTheKindsThatHaveThem) {
   const std::vector<std::pair<std::string, bool (*)(const InstructionDescription&)>> fields = {

@@ -30,7 +30,7 @@ std::string ElementWords(const Spec& spec);
 // `says`, and how a reference by name is written.
 std::string FieldWords(std::string_view field_name, std::string_view says, const Spec& spec);
 
-// What C++ makes of a type: told apart as json/reader.h does.
+// The kind of a C++ type: told apart as json/reader.h does.
 template <typename T>
 inline constexpr bool kIsOptional = false;
 template <typename T>
@@ -54,8 +54,8 @@ concept BytesOrTime = requires(T value) {
 template <typename T>
 concept WithFields = !std::is_same_v<std::remove_cvref_t<decltype(kFields<T>)>, std::nullptr_t>;
 
-// What becomes of the values above as JSON. No templates: each line of nlohmann's lists costs the compiler
-// much, and there are some hundred fields.
+// The values above as JSON. No templates: each line of nlohmann's lists costs the compiler much, and there
+// are some hundred fields.
 struct FieldSchema {
   std::string_view name;
   Json schema;
@@ -201,7 +201,8 @@ class SchemaBuilder {
     return fields;
   }
 
-  // What a document means that leaves the field out; nothing where the type has a state of its own for that.
+  // The meaning of a document that leaves the field out; nothing where the type has a state of its own for
+  // that.
   template <typename Member>
   static void AddDefault(Json& schema, const Member& value, const Spec& spec) {
     if constexpr (!kIsOptional<Member> && !kIsVariant<Member> && !WithFields<Member>) {

@@ -11,7 +11,7 @@
 
 namespace shardplan::test {
 
-// Where an instruction stands.
+// The position of an instruction.
 struct Spot {
   std::size_t step = 0, trigger = 0, instruction = 0;
 };

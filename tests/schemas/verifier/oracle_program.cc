@@ -51,7 +51,7 @@ class Reader {
   }
 
  private:
-  // What has to be the same before and after the steps that repeat.
+  // State that has to be the same before and after the steps that repeat.
   struct State {
     std::map<BufferId, std::pair<Filled, std::size_t>> buffers;  // and how many gradients are in it
     std::map<UnitId, BufferId> bound;
@@ -86,8 +86,8 @@ class Reader {
     if (freed_parts_.contains(buffer)) Problem("used_without_all_parts");
     return Find(buffer);
   }
-  // What a copy between the two reads of src: where src goes part by part, those of the parameters that both
-  // hold.
+  // The reads of src by a copy between the two: where src goes part by part, those of the parameters that
+  // both hold.
   std::vector<int> ReadBy(const Instruction& i, int src) {
     if (!parts_.contains(src)) return {src};
     const std::vector<std::int32_t>& held = plan_.buffers[i.src].parameters;
@@ -291,7 +291,8 @@ class Reader {
     for (const BufferId buffer : ended) Free(buffer, {});
   }
 
-  // Activations that the plan moves: the model makes, reads and ends their storages. Those that it ends here.
+  // Activations that the plan moves: the model makes, reads and ends their storages. Returns those that it
+  // ends here.
   std::vector<BufferId> UseActivations(const Segment& segment, StreamId stream, std::vector<int>& reads,
                                        std::vector<int>& writes) {
     std::vector<BufferId> ended;

@@ -3,8 +3,8 @@
 // issued.
 //
 // Deliberately naive and independent of the verifier: maps instead of tables, gradients as sums with
-// coefficients instead of states. What is wrong already in that order is a problem of its own; what is left
-// is a program of memory accesses whose orders oracle.h tries one by one.
+// coefficients instead of states. A fault in that order is a problem of its own; the rest is a program of
+// memory accesses whose orders oracle.h tries one by one.
 #pragma once
 
 #include <cstdint>

@@ -38,7 +38,7 @@ std::string Text(const OracleVerdict& verdict) {
 bool IsAllowedToBeStricter(Rule rule) {
   // A gradient taken twice into the same place: work for nothing.
   if (rule == Rule::kGradNotReduced) return true;
-  // Of what has to be computed and stepped the oracle knows nothing: it runs what is there.
+  // The oracle knows nothing of what has to be computed and stepped: it runs what is there.
   if (rule == Rule::kComputeOrder || rule == Rule::kOptimizerStep) return true;
   // A gradient divided wrongly that no optimizer reads, after the optimizer step was taken out.
   return rule == Rule::kGradDivision;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of the verifier's rules share: good plans, and how to name a spot in them.
+// Helpers that the tests of the verifier's rules share: good plans, and how to name a spot in them.
 #pragma once
 
 #include <gtest/gtest.h>

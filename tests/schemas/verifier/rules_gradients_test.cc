@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules on gradients: grad_not_reduced, grad_division.
-// Each: a good plan with one mistake, and what is reported. Where a mistake has consequences, they are
-// listed, too.
+// Rules on gradients: grad_not_reduced, grad_division. Each: a good plan with one mistake, and what is
+// reported. Consequences of a mistake are listed, too.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -92,7 +91,7 @@ TEST_F(Rules, GradDivisionInASumIsOne) {
 }
 
 TEST_F(Rules, GradDivisionInTwoPartsIsOneDivision) {
-  // As fp16 is reduced: a part before, the rest after.
+  // The reduction of fp16: a part before, the rest after.
   Plan plan = test::Fsdp2LikePlan({.units = 1, .shards = 8, .sum_reduction = true});
   for (const test::Spot spot : test::SpotsOf(plan, kGradScale)) test::InstructionAt(plan, spot).divisor = 2.0;
   EXPECT_EQ(RulesOf(plan), (std::set<std::string>{"grad_division"}));

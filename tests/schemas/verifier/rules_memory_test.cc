@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rules on memory: use_unallocated, use_after_free, double_free, double_allocate, free_before_last_use, leak,
-// write_race. Each: a good plan with one mistake, and what is reported. Where a mistake has consequences,
-// they are listed, too.
+// write_race. Each: a good plan with one mistake, and what is reported. Consequences of a mistake are listed,
+// too.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules on order: wait_before_record, deadlock, and steady_state, what goes round.
-// Each: a good plan with one mistake, and what is reported. Where a mistake has consequences, they are
-// listed, too.
+// Rules on order: wait_before_record, deadlock, and steady_state, what goes round. Each: a good plan with one
+// mistake, and what is reported. Consequences of a mistake are listed, too.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

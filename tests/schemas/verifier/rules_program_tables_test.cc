@@ -56,7 +56,7 @@ TEST_F(ProgramTables, SegmentsReadTheUnitsThatTheirOperatorsRead) {
   EXPECT_THAT(RulesOf(plan), Contains("tables"));
 }
 
-// Of a parameter that several units have, one is enough.
+// One of the units that have a parameter is enough.
 TEST_F(ProgramTables, ASharedParameterIsReadInOneOfItsUnits) {
   Plan plan = WithOperators(good_);
   plan.units[1].parameters[0].index = plan.units[0].parameters[0].index;
@@ -144,7 +144,7 @@ TEST_F(ProgramTables, ProceduresInTheOriginalDTypeGoTogether) {
   EXPECT_TRUE(LacksProcedures(WithProcedures(low, {kUnshard, kReshard, kUnshardFullPrecision})));
 }
 
-// What is done on demand with one unit is done with all.
+// Every unit has what is done on demand with one.
 TEST_F(ProgramTables, EveryUnitHasTheProceduresOfTheOthers) {
   const Plan good = WithProcedures(good_, {kUnshard, kReshard, kReduce});
   for (std::size_t p = 0; p < good.procedures.size(); ++p) {
@@ -199,7 +199,7 @@ TEST_F(ProgramTables, LazyInitIsNotRepeated) {
   EXPECT_EQ(violations[0].trigger, 1);
 }
 
-// Of a program the last step repeats: the plan may go on with an earlier one only if that has the same calls.
+// A program repeats its last step: the plan may go on with an earlier one only if that has the same calls.
 TEST_F(ProgramTables, ThePlanGoesOnWithTheStepThatTheProgramRepeats) {
   Plan plan = good_;
   ASSERT_EQ(plan.steady_step, 1);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan's tables say of each other: units, dtypes, what segments read, states of the optimizer.
+// Contradictions between a plan's tables: units, dtypes, what segments read, states of the optimizer.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules on ids and on parameters: reference, use_before_unshard, read_before_write.
-// Each: a good plan with one mistake, and what is reported. Where a mistake has consequences, they are
-// listed, too.
+// Rules on ids and on parameters: reference, use_before_unshard, read_before_write. Each: a good plan with
+// one mistake, and what is reported. Consequences of a mistake are listed, too.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -78,7 +77,7 @@ TEST_F(Rules, UseBeforeUnshardWhenNotBound) {
   EXPECT_EQ(RulesOf(plan), (std::set<std::string>{"use_before_unshard"}));
 }
 
-// Binding makes views. What is in the memory matters to who reads it.
+// Binding makes views. The reader has to find the content in the memory.
 TEST_F(Rules, UseBeforeUnshardWhenReadBeforeTheCopyOut) {
   test::Spot copy_out = Steady(good_, kCopyOut, "layers.0.param_unsharded")[0];
   Plan plan = test::Swapped(good_, copy_out);

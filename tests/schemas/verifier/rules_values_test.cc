@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules on values: layout, wrong_value, compute_order, optimizer_step.
-// Each: a good plan with one mistake, and what is reported. Where a mistake has consequences, they are
-// listed, too.
+// Rules on values: layout, wrong_value, compute_order, optimizer_step. Each: a good plan with one mistake,
+// and what is reported. Consequences of a mistake are listed, too.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -187,7 +186,7 @@ TEST_F(Rules, WrongValueOfThePostForwardShardOfAnEarlierStep) {
             Only{"wrong_value"});
 }
 
-// What no optimizer steps stays as it was: the gather of an earlier step is as good.
+// A unit that no optimizer steps stays as it was: the gather of an earlier step is as good.
 TEST_F(Rules, NoWrongValueOfTheLastStepsGatherOfWhatIsNotStepped) {
   Plan plan = Fsdp2LikePlan({.units = 1, .microbatches = 2});
   ASSERT_THAT(Verify(plan), IsEmpty());

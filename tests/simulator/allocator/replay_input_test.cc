@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the reader of logs refuses, and with which words.
+// Logs that the reader refuses, and its words.
 #include <filesystem>
 #include <fstream>
 

@@ -29,10 +29,10 @@ constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 struct CostArguments {
   std::vector<std::string> tables;
   std::string cluster, leave_out, fit, output, source = "measured", device;
-  // Of nccl-tests.
+  // Options of nccl-tests:
   std::string collective;
   bool in_place = false;
-  // Of training runs.
+  // Options of training runs:
   std::string builder, fit_rows, figures;
   std::vector<std::string> cluster_of;
   bool quiet = false;
@@ -197,7 +197,7 @@ Cluster WithoutCollective(std::span<const CollectiveMeasurement> rows, const Col
   return cluster;
 }
 
-// As plans name it.
+// The name in plans.
 std::string_view KindText(MeasuredCollective kind) {
   const std::optional<CollectiveKind> planned = PlannedKind(kind);
   return planned ? Name(*planned) : Name(kind);
@@ -223,7 +223,7 @@ Result<std::string> CollectivesText(const CostArguments& options, const ReadTabl
     const Cluster* const known = cluster ? *cluster : nullptr;
     Prediction prediction;
     if (!options.leave_out.empty()) {
-      // Of a machine that nobody knows all ranks are in one node, unless the row says otherwise.
+      // All ranks of a machine that nobody knows are in one node, unless the row says otherwise.
       prediction = Predict(WithoutCollective(table.rows.collectives, row, options.leave_out == "group",
                                              known != nullptr ? known->ranks_per_node : kMostRanks),
                            row);

@@ -210,7 +210,7 @@ Status CheckProfile(const std::vector<std::string>& arguments) {
   return profile.empty() ? Status() : CheckOutputs(others, {{flag, profile}}, /*prints=*/true);
 }
 
-// What ends `run` before anything is started: its help, or arguments that it does not have.
+// Ends of `run` before anything is started: its help, or arguments that it does not have.
 std::optional<int> EndOfParsing(const std::vector<std::string>& arguments) {
   std::vector<const char*> words = {"shardplan run"};
   for (const std::string& argument : arguments) words.push_back(argument.c_str());

@@ -14,7 +14,7 @@
 namespace shardplan::cli {
 namespace {
 
-// Of a plan, or of a plan of resharding.
+// The text of a plan, or of a plan of resharding.
 Result<std::string> ShownText(const std::string& path, bool json, bool explain) {
   Result<Document> document = ReadDocument(path);
   if (!document) return std::unexpected(document.error());

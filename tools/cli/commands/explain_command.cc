@@ -32,7 +32,7 @@ struct ExplainArguments {
 double Milliseconds(Nanoseconds time) { return static_cast<double>(time.value) / 1e6; }
 double Gibibytes(Bytes bytes) { return static_cast<double>(bytes.value) / (1 << 30); }
 
-// What the step that repeats does for one unit.
+// Work for one unit in the step that repeats.
 struct UnitWork {
   std::int64_t modules = 0, gathers = 0, parts = 0, reductions = 0, all_reductions = 0;
   Bytes whole_bytes;

@@ -60,7 +60,7 @@ Result<Plan> PlanOfSettings(const ExportArguments& arguments, const Plan& plan,
   return std::move(planned->plan);
 }
 
-// What the exported calls do otherwise than the plan, and what that costs.
+// Differences between the exported calls and the plan, and their cost.
 Result<std::vector<std::string>> DifferenceLines(const ExportArguments& arguments, const Plan& plan,
                                                  const Fsdp2Settings& settings, const Report& report) {
   std::vector<std::string> lines;
@@ -93,7 +93,7 @@ Result<std::vector<std::string>> DifferenceLines(const ExportArguments& argument
   return lines;
 }
 
-// What is the job's own to do.
+// The part that is left to the job.
 std::vector<std::string> RestLines(const Strategy& settings) {
   std::vector<std::string> lines;
   if (settings.compile) lines.emplace_back("The plan is of compiled blocks: compile them before apply_plan.");

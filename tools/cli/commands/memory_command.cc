@@ -39,7 +39,7 @@ Result<FitOptions> FitOptionsOf(const MemoryArguments& options) {
       .steps = options.steps};
 }
 
-// What the allocator would reserve on a device that is never behind the host.
+// The bytes that the allocator would reserve on a device that is never behind the host.
 Bytes ReservedAtOnce(const Plan& plan, const MemoryHistory& history, ReservedOptions options) {
   options.completion = Completion::kAtOnce;
   return ReserveMemory(plan, history, options).peak_reserved_bytes;

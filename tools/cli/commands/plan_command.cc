@@ -50,7 +50,7 @@ std::string PassesText() {
   return text;
 }
 
-// Where the plan goes, or what --dump writes.
+// The destination of the plan, or of the output of --dump.
 std::string OutputOf(const PlanArguments& options) {
   return options.output.value_or(options.stop_after.empty() ? "plan.json" : "-");
 }

@@ -28,7 +28,7 @@ struct RewriteArguments {
   bool lenient = false, tensors_only = false, verify = false, quiet = false;
 };
 
-// What people mean by a name that ends so.
+// The format that a name with that ending stands for.
 std::optional<CheckpointFormat> FormatByName(std::string_view target) {
   if (target.ends_with(".safetensors")) return CheckpointFormat::kSafetensors;
   if (target.ends_with(".pt") || target.ends_with(".pth")) return CheckpointFormat::kTorchSave;

@@ -82,7 +82,7 @@ Result<ReshardPlan> MakePlanOf(const ReshardArguments& options, const std::optio
   return plan;
 }
 
-// Of a device's clusters the largest: it has a link between nodes.
+// The largest of a device's clusters is chosen by it: that one has a link between nodes.
 constexpr std::int64_t kMostRanks = std::int64_t{1} << 30;
 
 Status RunReshard(const ReshardArguments& options) {

@@ -13,7 +13,7 @@
 namespace shardplan::cli {
 namespace {
 
-// 0 without a mesh. What is no mesh (a size below 1) is the planner's to refuse.
+// 0 without a mesh. The planner refuses a mesh that is none (a size below 1).
 std::int64_t RanksOfMesh(const Strategy& strategy) {
   if (strategy.mesh.empty()) return 0;
   std::int64_t ranks = 1;

@@ -26,14 +26,15 @@ struct ChosenCluster {
   std::string note;  // what was not said and therefore assumed; "": nothing
 };
 
-// What --ranks says, else the mesh; 0: neither.
+// The ranks of --ranks, else those of the mesh; 0: neither.
 std::int64_t WantedRanks(const ClusterFlags& flags, const Strategy& strategy);
 
 // Cluster documents by path.
 using ReadClusterFunction = std::function<Result<Cluster>(const std::string&)>;
 
-// As many ranks as wanted, else those of the cluster that is named, else of `otherwise`. kUsage: --ranks and
-// the mesh differ. kBadInput: the mesh and the named cluster do, or as ResolveCluster and WithRanks.
+// The cluster with as many ranks as wanted, else those of the cluster that is named, else of `otherwise`.
+// kUsage: --ranks and the mesh differ. kBadInput: the mesh and the named cluster do, or as ResolveCluster and
+// WithRanks.
 Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& strategy, Cluster otherwise,
                                     const ReadClusterFunction& read = ReadCluster);
 

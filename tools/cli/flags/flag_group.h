@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the files of flags share.
+// Helpers that the files of flags share.
 #pragma once
 
 #include <CLI/CLI.hpp>

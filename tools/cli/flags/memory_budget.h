@@ -20,8 +20,8 @@ struct Suffix {
 // "60GiB" by a table of suffixes; nullopt: not a number from 1 on, or too large.
 std::optional<std::int64_t> WithSuffix(std::string_view text, std::initializer_list<Suffix> suffixes);
 
-// What the caching allocator may reserve. nullopt: `device`, or "": what the cluster's device has beside
-// context and NCCL's buffers. kUsage: neither bytes nor `device`.
+// The bytes that the caching allocator may reserve. nullopt: `device`, or "": the memory of the cluster's
+// device beside context and NCCL's buffers. kUsage: neither bytes nor `device`.
 Result<std::optional<Bytes>> ParseMemoryBudget(const std::string& text);
 
 inline constexpr const char* kAllocConfWords =

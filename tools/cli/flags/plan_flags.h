@@ -18,7 +18,7 @@
 
 namespace shardplan::cli {
 
-// What the flags say, as given; nullopt or empty: not given.
+// The flags as given; nullopt or empty: not given.
 struct PlanFlags {
   std::string policy;
   std::vector<std::string> mesh;   // "replicate=2"

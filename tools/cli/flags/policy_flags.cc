@@ -46,7 +46,7 @@ struct ValueOf {
   std::optional<KnobValue> operator()(const std::string&) const { return std::string(text); }
 };
 
-// "prefetch_bucket_size=50000000 (elements): What is fetched ahead."
+// "prefetch_bucket_size=50000000 (elements): The elements that are fetched ahead."
 std::string KnobText(const PolicyKnob& knob) {
   const std::string value =
       std::visit([](const auto& v) { return fmt::format("{}", v); }, knob.default_value);

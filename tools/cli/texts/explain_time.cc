@@ -40,7 +40,7 @@ bool IsTheModels(TimeCause cause) {
          cause == TimeCause::kOptimizer || cause == TimeCause::kKernelsSlowed;
 }
 
-// What is not the model's own work, by unit.
+// The longest work that is not the model's own, by unit.
 std::string LongestText(const Plan& plan, const CriticalPath& path) {
   std::map<std::pair<TimeCause, UnitId>, Nanoseconds> by_unit;
   for (const PathPart& part : path.parts) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a plan's step goes, in words.
+// The time of a plan's step, in words.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `compare` prints and writes of a measured step beside the predicted one.
+// Texts and pages of `compare` for a measured step beside the predicted one.
 #pragma once
 
 #include <nlohmann/json.hpp>

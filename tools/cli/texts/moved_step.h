@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What other figures of a cluster do to a step.
+// The step with other figures of a cluster.
 #pragma once
 
 #include <string>

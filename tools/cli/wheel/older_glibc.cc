@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the static libstdc++ of a newer system asks of its glibc, for wheels that are to start on glibc 2.34.
-// Part of wheels alone.
+// Functions of glibc that the static libstdc++ of a newer system asks for, for wheels that are to start on
+// glibc 2.34. Part of wheels alone.
 #include <unistd.h>
 
 #include <cstdint>

@@ -24,7 +24,7 @@ namespace shardplan::executor {
 std::unique_ptr<TorchDevice> MakeCpuDevice(MemorySource memory = MemorySource::kAllocator);
 
 // From the first call on, what the calling thread allocates for CPU tensors is counted: it trains, and calls
-// this before there are any. What a collective takes inside (Gloo's threads, a divided copy) is outside, as
+// this before there are any. Memory inside a collective (Gloo's threads, a divided copy) is outside, as
 // NCCL's buffers are. Every call gives the same count. Allocations cost an atomic addition more.
 std::shared_ptr<AllocationCount> CountCpuAllocations();
 // Null where nobody has called CountCpuAllocations.
@@ -76,7 +76,7 @@ int CudaDeviceCount();
 Result<std::unique_ptr<TorchDevice>> MakeCudaDevice(int device_index,
                                                     MemorySource memory = MemorySource::kAllocator);
 
-// What is allocated on that GPU, by everybody in the process: one count for each, which is kept from the
+// The count of allocations on that GPU, by everybody in the process: one for each GPU, which is kept from the
 // first call on. Null: there is no such GPU.
 std::shared_ptr<AllocationCount> CudaAllocations(int device_index);
 

@@ -62,12 +62,12 @@ struct ReshardRun {
 };
 
 // Rank r is rank r of both layouts, where they have so many. `source` is asked on ranks of the source,
-// `target` on those of the target; they may share no memory. What the plan does not write stays as it is.
-// Before the first byte all ranks compare the plan, and after the last one whether all came to the end: so
-// either every rank has its bytes, or every rank has an error, within the timeout. kNegative: the ranks have
-// different plans, or one cannot take part (the plan does not verify or is of another number of ranks, a
-// storage is too small: its own words). kEnvironment: a rank died, failed or did not come.
-// What fails once copies move aborts `collectives`: no other work of theirs can follow.
+// `target` on those of the target; they may share no memory. Bytes that the plan does not write stay as they
+// are. Before the first byte all ranks compare the plan, and after the last one whether all came to the end:
+// so either every rank has its bytes, or every rank has an error, within the timeout. kNegative: the ranks
+// have different plans, or one cannot take part (its own words: the plan does not verify, is of another
+// number of ranks, a storage is too small). kEnvironment: a rank died, failed or did not come. A failure once
+// copies move aborts `collectives`: no other work of theirs can follow.
 Result<ReshardMoved> ExecuteReshard(const ReshardPlan& plan, std::int64_t rank, TorchDevice& device,
                                     Collectives& collectives, const ReshardStorage& source,
                                     const ReshardStorage& target, const ReshardRun& run);

@@ -4,7 +4,7 @@
 //
 // [Note: what the backends have in common]
 // The replayer decides everything when it is made: which buffer is cut how, which element goes where. A
-// backend only executes. What differs between buffers of a sharded, gathered or flat layout has become a list
+// backend only executes. Differences between buffers of a sharded, gathered or flat layout have become a list
 // of runs of elements (CopySpec), so that no backend knows what a unit is. On the hot path a call carries ids
 // only.
 //
@@ -61,8 +61,8 @@ class AllocationCount {
 //
 // [Note: what may share an address]
 // Two buffers share memory when they are never alive at the same time, in any step, and were allocated on the
-// same stream: the rule of a caching allocator's pools, so that what holds of a plan there holds here. Where
-// a plan's free names further streams (safe_after), whoever gets the address next waits for what they were
+// same stream: the rule of a caching allocator's pools, so that what holds of a plan there holds here. If a
+// plan's free names further streams (safe_after), whoever gets the address next waits for what they were
 // given until then.
 //
 // Not in the arena: what outlives the plan's frees because a user may hold it (sharded gradients and the

@@ -12,8 +12,8 @@
 //   };
 //   calls(model, tokens);                                   // outside: the root is a module like any other
 //
-// Copies of a handle are one. As long as nobody listens, calls are what they call and nothing more. A
-// Training listens to make the modules follow a plan, a TraceRecorder to write down what they do.
+// Copies of a handle are one. If nobody listens, calls are what they call and nothing more. A Training
+// listens to make the modules follow a plan, a TraceRecorder to write down what they do.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,7 +39,7 @@ namespace shardplan::executor {
 using TensorPointers = c10::SmallVector<at::Tensor*, 8>;
 
 // The tensors in a value, in order: of a tensor, an optional, a vector, an array, a pair, a tuple, and of
-// structs that have a function `CollectTensors(T&, TensorPointers&)` beside them. Of everything else none.
+// structs that have a function `CollectTensors(T&, TensorPointers&)` beside them. Everything else has none.
 // Undefined tensors are left out.
 template <class T>
 void CollectTensors(T&, TensorPointers&) {}
@@ -62,7 +62,7 @@ class ModuleListener {
  public:
   virtual ~ModuleListener() = default;
   // The forward of the module begins / has ended. The tensors among its arguments (results) may be replaced:
-  // the module (its caller) gets what stands there afterwards. What these throw, the call throws.
+  // the module (its caller) gets what stands there afterwards. Exceptions of these leave the call.
   virtual void Enter(std::int32_t module, std::span<at::Tensor* const> inputs) = 0;
   virtual void Leave(std::int32_t module, std::span<at::Tensor* const> outputs) = 0;
   // ... has ended with an exception.

@@ -88,7 +88,7 @@ std::string DidNotArrive(const std::vector<std::int64_t>& ranks);
 //   rank 0   pre_backward ... reduce_scatter |.. waits ..| sees it, meets: "as planned"        | verdict
 //   rank 1   pre_backward ... no gradient: says it, meets: "left the plan at post_backward"    | verdict
 
-// Where a rank is that leaves its plan, or that waits for one that did.
+// The place of a rank that leaves its plan, or that waits for one that did.
 struct Whereabouts {
   bool leaves = false;  // its plan; false: it follows it
   // It would go on with zeros for the gradients that were not made: all else is as planned.
@@ -122,7 +122,7 @@ class DeviationConsensus {
   // The verdict of all ranks, when one has left its plan. kNegative: they go different ways, and which;
   // kEnvironment: some do not come.
   Result<DeviationVerdict> Meet(const Whereabouts& here);
-  // What all ranks say, by place; "" for those that do not within some seconds. Each calls it as often.
+  // The texts of all ranks, by place; "" for those that do not within some seconds. Each calls it as often.
   std::vector<std::string> Tell(const std::string& text);
   // "rank 0: ...; rank 1: ...": of each text the ranks that say it.
   std::string InWords(const std::vector<std::string>& texts) const;

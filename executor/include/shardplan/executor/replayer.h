@@ -179,8 +179,8 @@ class Replayer {
   // Frees a buffer that the caller has taken over; memory that it refers to stays alive.
   Status Release(BufferId buffer);
 
-  // The host leaves the step: waits until everything issued is done and frees what is only on its way. What
-  // stays: gathered parameters that the modules hold, gradients, whatever is persistent.
+  // The host leaves the step: waits until everything issued is done and frees what is only on its way.
+  // Gathered parameters that the modules hold, gradients and persistent buffers stay.
   Status Leave();
   // Frees all that is not persistent; the next trigger is the plan's first. The gathered parameters are no
   // longer bound (the model has seen to it). It makes good an error of a deviation, of memory, or of the
@@ -199,8 +199,8 @@ class Replayer {
   // Records from the next step on, on the replayer's device; the recorder outlives that. Null: nothing is
   // recorded from now on.
   Status SetRecorder(StepRecorder* recorder);
-  // What the operation threw that made the replayer fail (a device's, the collectives', the model's). Null:
-  // nothing.
+  // The exception of the operation that made the replayer fail (a device's, the collectives', the model's).
+  // Null: nothing.
   std::exception_ptr thrown() const;
   // Marks the replayer failed and aborts the collectives; what the model does when it fails between two
   // triggers.

@@ -39,7 +39,7 @@ struct RecorderOptions {
   std::int64_t steps = 3;   // to record
   // Steps that are recorded alternate with as many that are not: the difference is what recording costs.
   bool compares = true;
-  // Of the device. Null: the plan's own buffers stand for all.
+  // The count of the device. Null: the plan's own buffers stand for all.
   std::shared_ptr<AllocationCount> allocations = nullptr;
 };
 
@@ -71,7 +71,7 @@ struct Recording {
   std::int64_t abandoned = 0;  // steps that left the plan, or were given up, while recorded
 };
 
-// What a recording was made on.
+// Facts of the device of a recording.
 struct DeviceFacts {
   std::string name = "CPU";
   Bytes memory_bytes;               // that it has; 0: unknown

@@ -28,7 +28,7 @@ class TorchDevice : public Device {
   virtual c10::Device torch_device() const = 0;
 
   // Runs `work`, host code that may read and issue work on the stream's buffers, with `stream` as the current
-  // one (cpu: when what is pending on it is done). What it throws is thrown.
+  // one (cpu: when what is pending on it is done). Its exceptions are thrown on.
   virtual Status RunOn(StreamId stream, const std::function<void()>& work) = 0;
 
   // From now on `count` has what is allocated of the device's memory: on cuda all of it, on cpu the plan's
@@ -45,7 +45,7 @@ class TorchDevice : public Device {
   // dtype. kUsage says what does not fit.
   virtual Status SetParts(BufferId buffer, std::vector<at::Tensor> parts) = 0;
 
-  // The 1-D tensor of one part; undefined while the buffer is not alive. Of a param_unsharded buffer always
+  // The 1-D tensor of one part; undefined while the buffer is not alive. A param_unsharded buffer has always
   // the same tensor, alive or not (then its storage is empty).
   virtual at::Tensor Part(BufferId buffer, std::int32_t part) const = 0;
 

@@ -25,7 +25,7 @@
 
 namespace shardplan::executor {
 
-// Whose kernels a step on the meta device is recorded with.
+// The kernels that a step on the meta device is recorded with.
 enum class RecordedKernels : std::uint8_t {
   kCpu,  // those of CPU ranks: the trace is that of the same step on the CPU
   kGpu,  // those of a GPU, as `shardplan trace` records them: attention, dropout and the statistics of norms
@@ -36,7 +36,7 @@ struct RecordOptions {
   std::string source;  // Trace::source, as "gpt.cc"
   // Forward-backward pairs. Gradients are cleared in between.
   std::int32_t steps = 1;
-  // False: the forwards alone, without gradients (no_grad). What `forward` returns is not looked at.
+  // False: the forwards alone, without gradients (no_grad). The result of `forward` is not looked at.
   bool grad = true;
   // The dtype that parameters are kept in between steps, of those that float; nothing: the model's own.
   std::optional<DType> param_dtype;
@@ -55,7 +55,7 @@ struct RecordOptions {
 // The tensors that `forward` captures or gives the root are the trace's inputs; it should make none of them.
 // Errors: kUsage (no step, somebody listens to `calls`, another recording on this thread, parameters on
 // several devices), kBadInput (the root is not entered, the loss is no number or needs no gradient, what a
-// trace cannot say). What `forward` throws is thrown on; everything is detached then. Same model and step,
+// trace cannot say). Exceptions of `forward` are thrown on; everything is detached then. Same model and step,
 // same trace.
 Result<Trace> RecordTrace(const torch::nn::Module& model, ModuleCalls& calls,
                           const std::function<at::Tensor()>& forward, const RecordOptions& options = {});
@@ -74,7 +74,7 @@ class MetaDevice {
   std::unique_ptr<Implementation> implementation_;
 };
 
-// What `build` returns, made on the meta device: a model of any size, to be recorded. (LibTorch moves no
+// The result of `build`, made on the meta device: a model of any size, to be recorded. (LibTorch moves no
 // module there: Module::to(at::kMeta) throws.) at::tensor(values) in it names its device, at::kCPU.
 //
 //   auto gpt = BuildOnMeta([] { return Gpt(GptConfig()); });

@@ -47,8 +47,8 @@
 
 namespace shardplan::executor {
 
-// What a step does that is not the plan's: other micro-batches, another order of modules, a parameter without
-// gradient.
+// The reaction to a step that is not the plan's: other micro-batches, another order of modules, a parameter
+// without gradient.
 enum class OnDeviation : std::uint8_t {
   kStop,      // forward or backward throws TrainingError (kNegative)
   kOnDemand,  // the step is finished by the plan's procedures, unit by unit; the next one follows the plan
@@ -80,8 +80,8 @@ struct TrainingOptions {
   std::function<void(const std::string& text)> warn = {};  // empty: standard error
 };
 
-// Of a rank's device memory, by an allocator's blocks of 512 bytes. On the CPU what the calling thread
-// allocates from Training::Create on, on a GPU all that the process does.
+// A rank's device memory, by an allocator's blocks of 512 bytes. On the CPU what the calling thread allocates
+// from Training::Create on, on a GPU all that the process does.
 struct TrainingMemory {
   std::int64_t allocated_bytes = 0;
   std::int64_t peak_bytes = 0;  // since it was asked for last
@@ -129,8 +129,8 @@ class Training {
     Training& training_;
   };
   // Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm. Returns the
-  // norm before, a scalar on the device. norm_type: 1, 2, any positive one, or infinity. Collective. As
-  // torch.nn.utils.clip_grad_norm_ of an FSDP2 model.
+  // norm before, a scalar on the device. norm_type: 1, 2, any positive one, or infinity. Collective. The same
+  // as torch.nn.utils.clip_grad_norm_ of an FSDP2 model.
   at::Tensor ClipGradNorm(double max_norm, double norm_type = 2.0);
   // The mean of what the ranks give, for people (a loss). Collective.
   double MeanOverRanks(double mine);
@@ -145,11 +145,11 @@ class Training {
   void Reshard(const std::string& fqn);
 
   // ---- what is known of it ----
-  // What the last step that left its plan did instead; "": none did.
+  // The deviation of the last step that left its plan; "": none did.
   std::string deviation() const;
   // Steps that have begun and are over.
   std::int64_t step() const;
-  // Where the replayer is, for people.
+  // The position of the replayer, for people.
   std::string Where() const;
   TrainingMemory TakeMemory();
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a training throws: inside of a forward or a backward there is nobody to return a Status to.
+// The exception of a training: inside of a forward or a backward there is nobody to return a Status to.
 #pragma once
 
 #include <stdexcept>

@@ -14,7 +14,7 @@ namespace {
 
 std::int64_t BytesOf(const ExtensionBuffer& tensor) { return tensor.numel * SizeBytes(tensor.dtype); }
 
-// What one rank gathers of a parameter.
+// Bytes of a parameter that one rank gathers.
 std::int64_t GatheredBytes(const Unit& unit, const UnitParameter& parameter, std::int64_t ranks) {
   std::int64_t bytes = 0;
   for (const ExtensionBuffer& tensor : parameter.gathered) bytes += BytesOf(tensor);
@@ -124,7 +124,7 @@ Status Extensions::FillInput(const Extension& extension, const at::Tensor& part)
   return {};
 }
 
-// What lies behind the first tensor of each parameter in the ranks' slots.
+// Copies the tensors behind the first one of each parameter in the ranks' slots.
 Status Extensions::CopyOthers(UnitId id, const at::Tensor& gathered, BufferId output) {
   if (others_[id] < 0) return {};
   const Unit& unit = plan_.units[id];

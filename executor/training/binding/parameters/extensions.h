@@ -19,10 +19,10 @@ namespace shardplan::python {
 
 // [Note: extensions]
 // A parameter's extension makes the tensors that are gathered where the plan copies its shard into the
-// all-gather's input. Those beside the first one get buffers of their own when the plan copies the output
-// out; when the modules are about to hold the parameter the extension makes the whole of what was gathered:
-// the first time an nn.Parameter, later in that one's memory. Tensors that it allocates then are the plan's
-// from that time on, which frees them with the rest.
+// all-gather's input. The tensors beside the first one get buffers of their own when the plan copies the
+// output out. When the modules are about to hold the parameter, the extension makes the whole of what was
+// gathered: the first time an nn.Parameter, later in that one's memory. Tensors that it allocates then are
+// the plan's from that time on, which frees them with the rest.
 class Extensions {
  public:
   // Both outlive this.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the user changed on the sharded parameters since the step before.
+// Changes of the user on the sharded parameters since the step before.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ class ParameterChanges {
   ParameterChanges(const Plan& plan, const std::vector<executor::UnitState>& units)
       : plan_(plan), units_(units), parameters_(plan.units.size()) {}
 
-  // Of the unit, the next in the order of Unit::parameters; it outlives this.
+  // Adds the next parameter of the unit, in the order of Unit::parameters; it outlives this.
   void Add(UnitId unit, PythonParameter& parameter);
 
   // adopt(unit, parameter, found): the modules hold another sharded parameter than they were given, or there

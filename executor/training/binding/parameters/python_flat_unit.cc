@@ -109,7 +109,7 @@ Status PythonFlatUnit::WriteBack(const Issue& issue) {
   return {};
 }
 
-// Of every parameter, whether or not this rank has a part of it: all ranks raise, or none.
+// Checks every parameter, whether or not this rank has a part of it: all ranks raise, or none.
 Status PythonFlatUnit::CheckDtype(const VisibleParameter& visible) const {
   const at::ScalarType found = THPVariable_Unpack(visible.object.get()).scalar_type();
   if (found == shard_.scalar_type()) return {};

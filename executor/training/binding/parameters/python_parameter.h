@@ -42,7 +42,7 @@ class PythonParameter final : public executor::ModelParameter {
 
   // The whole parameter is another tensor from now on.
   void SetUnsharded(PyRef unsharded);
-  // What the modules hold in its place, where the user has replaced it or what is in it since (Module.to,
+  // The modules' object in its place, where the user has replaced it or what is in it since (Module.to,
   // load_state_dict(assign=True)); borrowed, null where they have not. Different ones in different modules:
   // the first that is not ours.
   PyObject* Replacement() const;
@@ -68,8 +68,8 @@ class PythonParameter final : public executor::ModelParameter {
   void ForgetGrad() override;
 
  private:
-  // Of what the modules hold between steps. Not kept: torch.utils.swap_tensors (Module.to) wants to be its
-  // only owner.
+  // The shard, which the modules hold between steps. Not kept: torch.utils.swap_tensors (Module.to) wants to
+  // be its only owner.
   const at::Tensor& shard() const;
   bool Bind(PyObject* parameter) const;
   // False, and undefined, with a Python error set on failure.

@@ -23,7 +23,7 @@ enum class RoleContent : std::uint8_t {
   kModel,       // buffers of the model's modules
 };
 
-// What lies where in a buffer; the unit's layout says the rest.
+// The arrangement of a buffer's content; the unit's layout says the rest.
 //
 // [Note: arrangements]
 // Parameters a [3, 2] and b [2] on two ranks ("--" is padding):
@@ -79,7 +79,7 @@ enum class RoleReduction : std::uint8_t {
   kReduced,
 };
 
-// What profiles call the time in which a buffer of the role begins or ends (plan_ranges.h).
+// The name in profiles of the time in which a buffer of the role begins or ends (plan_ranges.h).
 enum class RoleRange : std::uint8_t {
   kNone,
   kAllGather,      // FSDP::all_gather
@@ -217,7 +217,7 @@ constexpr bool IsPartlyReduced(BufferRole role) {
   return LifetimeOf(role) == RoleLifetime::kAccumulated &&
          (reduction == RoleReduction::kInner || reduction == RoleReduction::kPartial);
 }
-// What the optimizer reads and writes: shards, their gradients, states.
+// Buffers that the optimizer reads and writes: shards, their gradients, states.
 constexpr bool IsTrainingState(BufferRole role) { return LifetimeOf(role) == RoleLifetime::kState; }
 
 // Whether the ranks divide it between them. Everything else a rank has whole.

@@ -67,7 +67,7 @@ constexpr OptionalFields FieldsIn(std::initializer_list<OptionalField> fields) {
 }
 constexpr bool Has(OptionalFields set, OptionalField field) { return (set & FieldsIn({field})) != 0; }
 
-// What it does to the life of a buffer (alive_buffers.h).
+// The effect on the life of a buffer (alive_buffers.h).
 enum class LifetimeEffect : std::uint8_t {
   kNone,
   kBegins,  // dst
@@ -76,7 +76,7 @@ enum class LifetimeEffect : std::uint8_t {
   kDrops,   // the reduced gradients of a unit, or of all
 };
 
-// What it does to the order of streams, host and ranks.
+// The effect on the order of streams, host and ranks.
 enum class OrderEffect : std::uint8_t {
   kNone,
   kRecords,    // its stream records the event
@@ -85,7 +85,7 @@ enum class OrderEffect : std::uint8_t {
   kMeets,      // every rank of the communicator takes part
 };
 
-// What becomes of the numbers.
+// The effect on the numbers.
 enum class ValueEffect : std::uint8_t {
   kNone,
   kUnshards,     // parameters: shards and what is gathered of them
@@ -116,7 +116,8 @@ enum class Movement : std::uint8_t {
   kWithin,         // as it lies
 };
 
-// What profiles call its time (plan_ranges.h). kOfRole: the role of the buffer that begins or ends says it;
+// The name of its time in profiles (plan_ranges.h). kOfRole: the role of the buffer that begins or ends says
+// it;
 // kReshard: in a backward.
 enum class InstructionRange : std::uint8_t { kNone, kOfRole, kAllGather, kCopyOut, kReduce, kReshard };
 
@@ -171,7 +172,7 @@ using F = InstructionFamily;
 using P = Place;
 using O = OptionalField;
 
-// What an instruction of each kind has, in the order of the enumerators.
+// The fields of an instruction of each kind, in the order of the enumerators.
 struct Fields {
   InstructionKind kind;
   std::string_view name;
@@ -218,7 +219,7 @@ using M = Movement;
 using C = CollectiveKind;
 using R = InstructionRange;
 
-// What it does.
+// The effects of an instruction of each kind.
 struct Effects {
   InstructionKind kind;
   LifetimeEffect lifetime;

@@ -28,8 +28,8 @@ constexpr OptimizerSet OptimizersIn(std::initializer_list<OptimizerKind> kinds) 
 }
 constexpr bool Has(OptimizerSet set, OptimizerKind kind) { return (set & OptimizersIn({kind})) != 0; }
 
-// What a step reads and writes, in passes over the shards, and launches: by list of tensors (foreach) or by
-// tensor (a loop), and in any case by tensor.
+// Reads, writes and launches of a step. Reads and writes are passes over the shards; launches are by list of
+// tensors (foreach) or by tensor (a loop), and in any case by tensor.
 struct OptimizerPasses {
   std::int64_t read = 0;
   std::int64_t written = 0;
@@ -221,7 +221,7 @@ std::vector<OptimizerShard> OptimizerShardsOf(const Unit& unit, std::int64_t ran
 std::vector<Bytes> OptimizerStates(const Optimizer& optimizer, const OptimizerShard& shard);
 
 // Requested sizes of the temporaries of a step that are alive at the same time, where that is most; `shards`
-// in the optimizer's order. As the Python of torch/optim/{adam,sgd,_adafactor}.py makes and drops them.
+// in the optimizer's order. The Python of torch/optim/{adam,sgd,_adafactor}.py makes and drops them so.
 std::vector<Bytes> OptimizerTemporaries(const Optimizer& optimizer,
                                         const std::vector<OptimizerShard>& shards);
 
@@ -232,7 +232,8 @@ struct OptimizerTensorStep {
   bool operator==(const OptimizerTensorStep&) const = default;
 };
 
-// All temporaries of the same step, one after the other. What is not dropped is when the step ends.
+// All temporaries of the same step, one after the other. A temporary that is not dropped before is when the
+// step ends.
 std::vector<OptimizerTensorStep> OptimizerTensorSteps(const Optimizer& optimizer,
                                                       const std::vector<OptimizerShard>& shards);
 

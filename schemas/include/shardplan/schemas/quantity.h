@@ -35,7 +35,7 @@ constexpr std::int64_t RoundUp(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// What a tensor takes, without settings that round sizes further.
+// Bytes of a tensor, without settings that round sizes further.
 constexpr Bytes InBlocks(Bytes requested) { return {RoundUp(requested.value, kMinBlockBytes)}; }
 
 }  // namespace shardplan
