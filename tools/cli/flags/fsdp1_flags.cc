@@ -36,7 +36,7 @@ Status ApplyPrecision(const Fsdp1Flags& flags, Strategy& strategy) {
   return BadFlag("--buffer-dtype", *flags.buffer_dtype, "a dtype as torch names it, say bfloat16");
 }
 
-constexpr Switch<Fsdp1Knobs> kRareSwitches[] = {
+constexpr Switch<Fsdp1Knobs> kFsdp1Switches[] = {
     {"--full-precision-in-eval", &Fsdp1Knobs::full_precision_in_eval,
      "fsdp1: forwards in evaluation mode gather the original dtype"},
     {"--validate-order", &Fsdp1Knobs::validate_execution_order,
@@ -47,7 +47,7 @@ constexpr Switch<Fsdp1Knobs> kRareSwitches[] = {
 
 void AddFsdp1Flags(FlagGroup& group, Fsdp1Flags& flags) {
   FlagGroup rare = group.Rare();
-  AddSwitches(rare, kRareSwitches, flags.switches);
+  AddSwitches(rare, kFsdp1Switches, flags.switches);
   group.Option("--ignore-module", flags.ignored_modules,
                "fsdp1: modules that are left alone (rules as for --unit)");
   group
@@ -85,7 +85,7 @@ Status ApplyFsdp1Flags(const Fsdp1Flags& flags, Strategy& strategy) {
   }
   if (flags.predivide_factor) knobs.gradient_predivide_factor = flags.predivide_factor;
   if (flags.postdivide_factor) knobs.gradient_postdivide_factor = flags.postdivide_factor;
-  ApplySwitches(kRareSwitches, flags.switches, knobs);
+  ApplySwitches(kFsdp1Switches, flags.switches, knobs);
   if (flags.optimizer_in_backward) strategy.optimizer.in_backward = true;
   if (Status s = ApplyCommHook(flags.comm_hook, strategy); !s) return s;
   return ApplyPrecision(flags, strategy);

@@ -18,7 +18,7 @@ Result<ShardDimRule> ToShardDim(const std::string& text) {
   return BadFlag("--shard-dim", text, "PARAMETER=DIM, say 'layers.*.weight=1'");
 }
 
-constexpr Switch<Fsdp2Knobs> kRareSwitches[] = {
+constexpr Switch<Fsdp2Knobs> kFsdp2Switches[] = {
     {"--force-sum-reduction", &Fsdp2Knobs::force_sum_reduction, "fsdp2: reductions are sums, divided apart"},
     {"--unshard-async-op", &Fsdp2Knobs::unshard_async_op,
      "fsdp2: asynchronous all-gathers, on the process group's own stream"},
@@ -34,7 +34,7 @@ constexpr Switch<Fsdp2Knobs> kRareSwitches[] = {
 
 void AddFsdp2Flags(FlagGroup& group, Fsdp2Flags& flags) {
   FlagGroup rare = group.Rare();
-  AddSwitches(rare, kRareSwitches, flags.switches);
+  AddSwitches(rare, kFsdp2Switches, flags.switches);
   rare.Option(
       "--shard-over", flags.shard_over,
       "fsdp2: the mesh dimensions that FSDP shards over, flattened into one (default: the one named shard)");
@@ -78,7 +78,7 @@ Status ApplyFsdp2Flags(const Fsdp2Flags& flags, Strategy& strategy) {
   if (flags.cpu_offload) strategy.cpu_offload = true;
   if (flags.no_pin_memory) strategy.pin_memory = false;
   if (flags.gradient_divide_factor) knobs.gradient_divide_factor = flags.gradient_divide_factor;
-  ApplySwitches(kRareSwitches, flags.switches, knobs);
+  ApplySwitches(kFsdp2Switches, flags.switches, knobs);
   if (flags.separate_reduce_scatter) knobs.separate_reduce_scatter_communicator = true;
   if (flags.reduce_scatter_inputs) knobs.reduce_scatter_inputs_in_flight = *flags.reduce_scatter_inputs;
   if (flags.inner_reduce_ranks) knobs.inner_reduce_ranks = *flags.inner_reduce_ranks;
