@@ -157,3 +157,20 @@ def test_setup_knows_what_the_environment_holds(tmp_path):
         (tmp_path / ".venv" / "requirements.stamp").write_text(stamp)
         assert (there(), there("--product")) == expected
     assert subprocess.run([tmp_path / "tools" / "setup", "--prodct"], capture_output=True, check=False).returncode == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "memory", "optimize"])
+def test_rarely_set_knobs_are_behind_help_all(clone, command):
+    """The first screen has what pages, tests and examples name; the whole text is one flag away, built or not."""
+    first, whole = (run(clone, command, flag) for flag in ("--help", "--help-all"))
+    assert (first.returncode, whole.returncode) == (0, 0), whole.stderr
+    flags = [set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) for text in (first.stdout, whole.stdout)]
+    rare = flags[1] - flags[0]
+    assert "--unit" in flags[0] and flags[0] <= flags[1]
+    assert f"{len(rare)} more knobs, rarely set: --help-all" in first.stdout
+    assert "--share-comm-context" in rare and "--predivide-factor" in rare
+
+
+def test_a_rarely_set_knob_is_known_before_anything_is_built(clone):
+    assert "no such option" not in run(clone, "plan", "trace.json", "--shard-over", "dp").stderr
+    assert "no such option: --shard-ovver" in run(clone, "plan", "trace.json", "--shard-ovver", "dp").stderr

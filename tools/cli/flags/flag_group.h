@@ -3,6 +3,8 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <cstddef>
+#include <deque>
 #include <expected>
 #include <string>
 #include <string_view>
@@ -35,6 +37,24 @@ class FlagGroup {
   CLI::App& command_;
   std::string name_;
 };
+
+// Flags without a value that set a knob: one row each.
+template <typename Knobs>
+struct Switch {
+  const char* flag;
+  bool Knobs::*knob;
+  const char* help;
+};
+template <typename Rows>
+void AddSwitches(FlagGroup& group, const Rows& rows, std::deque<bool>& given) {
+  for (const auto& row : rows) group.Flag(row.flag, given.emplace_back(false), row.help);
+}
+template <typename Rows, typename Knobs>
+void ApplySwitches(const Rows& rows, const std::deque<bool>& given, Knobs& knobs) {
+  for (std::size_t s = 0; s < given.size(); ++s) {
+    if (given[s]) knobs.*rows[s].knob = true;
+  }
+}
 
 // kUsage: `flag` was given `found`.
 std::unexpected<Error> BadFlag(std::string_view flag, std::string_view found, std::string_view expected);

@@ -36,10 +36,18 @@ Status ApplyPrecision(const Fsdp1Flags& flags, Strategy& strategy) {
   return BadFlag("--buffer-dtype", *flags.buffer_dtype, "a dtype as torch names it, say bfloat16");
 }
 
+constexpr Switch<Fsdp1Knobs> kRareSwitches[] = {
+    {"--full-precision-in-eval", &Fsdp1Knobs::full_precision_in_eval,
+     "fsdp1: forwards in evaluation mode gather the original dtype"},
+    {"--validate-order", &Fsdp1Knobs::validate_execution_order,
+     "fsdp1: all ranks compare the order of units in the first iteration"},
+};
+
 }  // namespace
 
 void AddFsdp1Flags(FlagGroup& group, Fsdp1Flags& flags) {
   FlagGroup rare = group.Rare();
+  AddSwitches(rare, kRareSwitches, flags.switches);
   group.Option("--ignore-module", flags.ignored_modules,
                "fsdp1: modules that are left alone (rules as for --unit)");
   group
@@ -58,10 +66,6 @@ void AddFsdp1Flags(FlagGroup& group, Fsdp1Flags& flags) {
   group.Option("--buffer-dtype", flags.buffer_dtype, "fsdp1: dtype of the model's floating-point buffers");
   rare.Flag("--keep-low-precision-grads", flags.keep_low_precision_grads,
             "fsdp1: gradient shards stay in the low precision");
-  rare.Flag("--full-precision-in-eval", flags.full_precision_in_eval,
-            "fsdp1: forwards in evaluation mode gather the original dtype");
-  rare.Flag("--validate-order", flags.validate_execution_order,
-            "fsdp1: all ranks compare the order of units in the first iteration");
   rare.Flag("--optimizer-in-backward", flags.optimizer_in_backward,
             "A parameter is stepped as soon as its gradient is reduced");
 }
@@ -81,8 +85,7 @@ Status ApplyFsdp1Flags(const Fsdp1Flags& flags, Strategy& strategy) {
   }
   if (flags.predivide_factor) knobs.gradient_predivide_factor = flags.predivide_factor;
   if (flags.postdivide_factor) knobs.gradient_postdivide_factor = flags.postdivide_factor;
-  if (flags.full_precision_in_eval) knobs.full_precision_in_eval = true;
-  if (flags.validate_execution_order) knobs.validate_execution_order = true;
+  ApplySwitches(kRareSwitches, flags.switches, knobs);
   if (flags.optimizer_in_backward) strategy.optimizer.in_backward = true;
   if (Status s = ApplyCommHook(flags.comm_hook, strategy); !s) return s;
   return ApplyPrecision(flags, strategy);

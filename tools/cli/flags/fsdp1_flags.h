@@ -2,6 +2,7 @@
 // The flags of `shardplan plan` for knobs that are fsdp1's, or both policies' but seldom set.
 #pragma once
 
+#include <deque>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,8 +21,7 @@ struct Fsdp1Flags {
   std::optional<double> predivide_factor, postdivide_factor;
   std::optional<std::string> buffer_dtype;
   bool keep_low_precision_grads = false;
-  bool full_precision_in_eval = false;
-  bool validate_execution_order = false;
+  std::deque<bool> switches;  // by row of the table
   bool optimizer_in_backward = false;
 };
 

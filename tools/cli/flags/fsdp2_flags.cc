@@ -18,10 +18,23 @@ Result<ShardDimRule> ToShardDim(const std::string& text) {
   return BadFlag("--shard-dim", text, "PARAMETER=DIM, say 'layers.*.weight=1'");
 }
 
+constexpr Switch<Fsdp2Knobs> kRareSwitches[] = {
+    {"--force-sum-reduction", &Fsdp2Knobs::force_sum_reduction, "fsdp2: reductions are sums, divided apart"},
+    {"--unshard-async-op", &Fsdp2Knobs::unshard_async_op,
+     "fsdp2: asynchronous all-gathers, on the process group's own stream"},
+    {"--process-group-memory", &Fsdp2Knobs::allocate_memory_from_process_group,
+     "fsdp2: collectives' buffers from the communicator's own memory pool"},
+    {"--post-optim-event", &Fsdp2Knobs::post_optim_event,
+     "fsdp2: all-gathers wait for the optimizer's step alone"},
+    {"--part-after-backward", &Fsdp2Knobs::part_after_backward,
+     "fsdp2: units that set_reshard_after_backward(False) leaves stay on their smaller mesh, not whole"},
+};
+
 }  // namespace
 
 void AddFsdp2Flags(FlagGroup& group, Fsdp2Flags& flags) {
   FlagGroup rare = group.Rare();
+  AddSwitches(rare, kRareSwitches, flags.switches);
   rare.Option(
       "--shard-over", flags.shard_over,
       "fsdp2: the mesh dimensions that FSDP shards over, flattened into one (default: the one named shard)");
@@ -35,21 +48,11 @@ void AddFsdp2Flags(FlagGroup& group, Fsdp2Flags& flags) {
   rare.Option("--gradient-divide-factor", flags.gradient_divide_factor,
               "fsdp2: what gradients are divided by (default: the ranks)")
       ->check(CLI::PositiveNumber);
-  rare.Flag("--force-sum-reduction", flags.force_sum_reduction, "fsdp2: reductions are sums, divided apart");
-  rare.Flag("--unshard-async-op", flags.unshard_async_op,
-            "fsdp2: asynchronous all-gathers, on the process group's own stream");
   group.Flag("--separate-reduce-scatter", flags.separate_reduce_scatter,
              "fsdp2: reduce-scatters have a communicator of their own");
   rare.Option("--reduce-scatter-inputs", flags.reduce_scatter_inputs,
               "fsdp2: reduce-scatter inputs in flight (default 1)")
       ->check(CLI::Range(1, 1000));
-  rare.Flag("--process-group-memory", flags.process_group_memory,
-            "fsdp2: collectives' buffers from the communicator's own memory pool");
-  rare.Flag("--post-optim-event", flags.post_optim_event,
-            "fsdp2: all-gathers wait for the optimizer's step alone");
-  rare.Flag(
-      "--part-after-backward", flags.part_after_backward,
-      "fsdp2: units that set_reshard_after_backward(False) leaves stay on their smaller mesh, not whole");
   rare.Option("--inner-reduce-ranks", flags.inner_reduce_ranks,
               "fsdp2: gradients are reduced over so many neighbouring ranks first, then between these groups")
       ->check(CLI::PositiveNumber);
@@ -75,13 +78,9 @@ Status ApplyFsdp2Flags(const Fsdp2Flags& flags, Strategy& strategy) {
   if (flags.cpu_offload) strategy.cpu_offload = true;
   if (flags.no_pin_memory) strategy.pin_memory = false;
   if (flags.gradient_divide_factor) knobs.gradient_divide_factor = flags.gradient_divide_factor;
-  if (flags.force_sum_reduction) knobs.force_sum_reduction = true;
-  if (flags.unshard_async_op) knobs.unshard_async_op = true;
+  ApplySwitches(kRareSwitches, flags.switches, knobs);
   if (flags.separate_reduce_scatter) knobs.separate_reduce_scatter_communicator = true;
   if (flags.reduce_scatter_inputs) knobs.reduce_scatter_inputs_in_flight = *flags.reduce_scatter_inputs;
-  if (flags.process_group_memory) knobs.allocate_memory_from_process_group = true;
-  if (flags.post_optim_event) knobs.post_optim_event = true;
-  if (flags.part_after_backward) knobs.part_after_backward = true;
   if (flags.inner_reduce_ranks) knobs.inner_reduce_ranks = *flags.inner_reduce_ranks;
   if (flags.all_reduce_hook) {
     knobs.all_reduce_hooks = {{.mesh_dim = *flags.all_reduce_hook, .reduce_op = ReduceOp::kAverage}};

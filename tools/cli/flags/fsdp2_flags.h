@@ -2,6 +2,7 @@
 // The flags of `shardplan plan` for knobs that are fsdp2's, or both policies' but seldom set.
 #pragma once
 
+#include <deque>
 #include <optional>
 #include <string>
 #include <vector>
@@ -18,15 +19,11 @@ struct Fsdp2Flags {
   std::vector<std::string> ignored_parameters;
   bool cpu_offload = false, no_pin_memory = false;
   std::optional<double> gradient_divide_factor;
-  bool force_sum_reduction = false;
-  bool unshard_async_op = false;
-  bool separate_reduce_scatter = false;
   std::optional<std::int32_t> reduce_scatter_inputs;
-  bool process_group_memory = false;
-  bool post_optim_event = false;
-  bool part_after_backward = false;
   std::optional<std::int64_t> inner_reduce_ranks;
   std::optional<std::string> all_reduce_hook;  // a mesh dimension
+  std::deque<bool> switches;                   // by row of the table
+  bool separate_reduce_scatter = false;
   bool no_root = false;
   bool share_comm_context = false;
 };

@@ -305,6 +305,9 @@ inline constexpr auto kSays = std::to_array<Says>({
     {kZeroGrad, "sharded gradients are dropped"},
 });
 
+static_assert(kFields.size() == kInstructionKinds && kEffects.size() == kInstructionKinds &&
+                  kSays.size() == kInstructionKinds,
+              "a row for every kind in each of the three tables");
 consteval bool IsInOrder() {
   for (std::size_t k = 0; k < kInstructionKinds; ++k) {
     const auto kind = static_cast<InstructionKind>(k);
@@ -312,9 +315,7 @@ consteval bool IsInOrder() {
   }
   return true;
 }
-static_assert(kFields.size() == kInstructionKinds && kEffects.size() == kInstructionKinds &&
-                  kSays.size() == kInstructionKinds && IsInOrder(),
-              "a row for every kind in each of the three tables, in order");
+static_assert(IsInOrder(), "a row for every kind in each of the three tables, in order");
 
 inline constexpr auto kTable = [] {
   std::array<InstructionDescription, kInstructionKinds> table;

@@ -160,7 +160,8 @@ inline constexpr auto kImplementations = std::to_array<Implementation>({
 });
 // clang-format on
 
-// Every kind has a row and, but for `none`, states or momentum.
+static_assert(kTable.size() == kOptimizerKinds, "a row for every optimizer");
+// Every kind but `none` has states.
 consteval bool IsComplete() {
   for (std::size_t k = 0; k < kOptimizerKinds; ++k) {
     const auto kind = static_cast<OptimizerKind>(k);
@@ -171,8 +172,7 @@ consteval bool IsComplete() {
   }
   return true;
 }
-static_assert(kTable.size() == kOptimizerKinds && IsComplete(),
-              "a row for every optimizer, in order, and its states");
+static_assert(IsComplete(), "rows in the order of the kinds, and states of each but `none`");
 
 }  // namespace optimizers
 
