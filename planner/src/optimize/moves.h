@@ -31,8 +31,8 @@ std::vector<Choice> Waiting(const Job& job, const OptimizeOptions& options, Ends
 // flight, and a communicator of their own. With several micro-batches also another accumulation, reductions
 // in one level or two, a smaller mesh or none.
 std::vector<Choice> OtherRoom(const Job& job, const Choice& from);
-// Every cut of a small model into units, and every number of them kept: what a climb may miss. None where
-// those are more than a few hundred.
+// Every cut of a small model into units, and every number of them kept: hill climbing may miss the best. None
+// where those are more than a few hundred.
 std::vector<Choice> AllOfSmall(const Job& job, const OptimizeOptions& options);
 // One of them with every setting of those knobs.
 std::vector<Choice> Orders(const Job& job, const Choice& choice);

@@ -23,12 +23,12 @@ constexpr std::int64_t kDearestByte = kPriceScale * 256;
 
 // [Note: prices that prove most]
 // The bound is concave in the prices of memory, and in those of kernels along the highest prices of links.
-// The cheapest work at given prices tells where it rises: a price goes up where work exceeds what the price's
-// window earns for it. So the climb makes steps that way, shorter and shorter ones, goes on from the best
-// prices now and then, and in the end tries each by itself. Slopes of prices differ by orders of magnitude,
-// and so do the prices that prove most: a byte that a gather waits for is worth a hundredth of one that a
-// reduction waits for. So each price has a step of its own: the mean of its slopes over the mean of their
-// sizes, the older ones less and less.
+// The cheapest work at given prices is a supergradient: a price goes up where work exceeds what the price's
+// window earns for it. So the search is supergradient ascent with shorter and shorter steps. It goes on from
+// the best prices now and then, and in the end tries each by itself. Slopes of prices differ by orders of
+// magnitude, and so do the prices that prove most: a byte that a gather waits for is worth a hundredth of one
+// that a reduction waits for. So each price has a step of its own: the mean of its slopes over the mean of
+// their sizes, the older ones less and less.
 class PriceClimb {
  public:
   PriceClimb(const StepWork& work, const WindowedWork& windowed)

@@ -11,13 +11,13 @@
 namespace shardplan::optimize {
 namespace {
 
-// How many of the best beginnings are climbed from.
+// Restarts of hill climbing: so many of the best beginnings.
 constexpr int kClimbs = 4;
 // After so many choices that reserve more than the budget, what pools as much as one of them is passed over.
 constexpr int kMostOver = 8;
 // So many of the cuts next to one are planned, and of so many what each may keep.
 constexpr std::size_t kMostCuts = 16, kMostCutsThatKeep = 8;
-// After so many plans no further beginning is climbed from.
+// No further restart of hill climbing after so many plans.
 constexpr std::int64_t kEnough = 300;
 
 }  // namespace
@@ -62,7 +62,7 @@ void Search::Consider(const std::vector<Choice>& choices, Effort effort) {
   }
 }
 
-// A climb begins at what is worse than the best that was told.
+// A restart of hill climbing may be worse than the best that was told: then nothing is told.
 void Search::Tell() {
   const Evaluation& e = best_->evaluation;
   const std::pair told{!fits_, fits_ ? e.step_ns.value : e.pooled_bytes.value};
@@ -102,7 +102,7 @@ void Search::NoteRecomputed(const Choice& choice) {
   if (!is_new) noted->second = std::min(noted->second, more);
 }
 
-// Whatever order the setting's work is done in, the work alone takes as long as the best step.
+// Pruning by an admissible lower bound: in any order the setting's work alone takes as long as the best step.
 bool Search::CannotWin(const Choice& work) const {
   if (!fits_) return false;
   if (const Evaluation* known = Known(work)) return known->work_ns >= best_->evaluation.step_ns;
@@ -355,7 +355,7 @@ bool Search::TryWaitingOf(const std::vector<Choice>& waiting) {
   return fits;
 }
 
-// The most promising that is known and was not climbed from: the fastest that pools no more than the budget.
+// The next restart of hill climbing: the fastest known choice that pools no more than the budget.
 std::optional<Found> Search::Next(const std::set<Choice>& tried) const {
   std::optional<Found> next;
   const auto order = [&](const Evaluation& e) {

@@ -59,7 +59,7 @@ class ScheduleExplainer {
     return text;
   }
 
-  std::string CriticalPath(const InstructionDuration& duration_ns) const {
+  std::string CriticalPathText(const InstructionDuration& duration_ns) const {
     const CriticalPath path = FindCriticalPath(graph_, [&](const ScheduleNode& node) {
       return node.instruction < 0 ? Nanoseconds{} : duration_ns(node.trigger, node.instruction);
     });
@@ -107,7 +107,7 @@ std::string ExplainSchedule(const Plan& plan, std::int32_t step, const Instructi
   const ScheduleGraph graph = BuildScheduleGraphs(plan)[step];
   const ScheduleExplainer explainer(plan, plan.steps[step], graph);
   std::string text = explainer.Edges() + explainer.Moves() + explainer.BarriersText();
-  if (duration_ns) text += explainer.CriticalPath(duration_ns);
+  if (duration_ns) text += explainer.CriticalPathText(duration_ns);
   return text;
 }
 
