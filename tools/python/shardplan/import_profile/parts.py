@@ -24,7 +24,7 @@ _FSDP1 = "FullyShardedDataParallel."
 _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)#")
 _COPIES = ("fsdp::", "aten::split_with_sizes_copy", "aten::chunk_cat", "aten::_chunk_cat")
 
-# Shared with the simulator (simulator/operator_class.h).
+# Shared with the simulator (simulator/src/cost/operator_class.h).
 _CLASSES = json.loads((pathlib.Path(__file__).parent / "operator_classes.json").read_text())
 
 
