@@ -79,7 +79,7 @@ TEST(RulesPage, EverySectionNamesFunctionsThatTheCodeDefines) {
     for (const Proof& proof : proofs) {
       // A definition starts a line; a call is indented.
       const std::regex definition("(^|\n)[A-Za-z0-9_:<>, ]*[ >]" + proof.function + "\\(");
-      EXPECT_TRUE(std::regex_search(Text("schemas/src/" + proof.file), definition))
+      EXPECT_TRUE(std::regex_search(Text("schemas/" + proof.file), definition))
           << name << ": " << proof.file << " does not define " << proof.function;
     }
   }
