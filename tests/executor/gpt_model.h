@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A character-level GPT of LibTorch modules, as nanoGPT names them. Its twin in Python is
-// tests/python/tracer/gpt_twin.py.
+// examples/gpt_cpp/twin.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>

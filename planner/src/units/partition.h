@@ -61,7 +61,7 @@ struct Partition {
 
 class UnitMaker;
 
-// The units of the strategy's rules as `maker` makes them (of the policy: policy/description.h).
+// The units of the strategy's rules as `maker` makes them (a policy has one: policy/policy_passes.h).
 // kBadInput: a rule that matches nothing, a module in two units, a mesh that is not the cluster's ranks, ...
 Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const Strategy& strategy,
                               UnitMaker& maker, std::int64_t cluster_ranks);

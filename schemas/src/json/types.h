@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Types as data, for the reader and the writer. json_reader.cc and json_writer.cc are compiled once for all
+// Types as data, for the reader and the writer. reader.cc and writer.cc are compiled once for all
 // types; a type costs the compiler a table (tables.h).
 #pragma once
 

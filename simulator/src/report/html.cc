@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The HTML report: the figures as one JSON object, and the page that draws them (simulator/page).
+// The HTML report: the figures as one JSON object, and the page that draws them (simulator/src/report/page).
 #include <fmt/format.h>
 
 #include <algorithm>

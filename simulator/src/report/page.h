@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Style sheet and scripts of the pages, simulator/page, built into the library.
+// Style sheet and scripts of the pages, simulator/src/report/page, built into the library.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>

@@ -107,13 +107,38 @@ Status ApplySharding(const std::optional<std::string>& text, Strategy& strategy)
                  "full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2");
 }
 
+// The words that --optimizer takes: of sgd, momentum is in its own (sgdm).
+std::string OptimizerWords() {
+  std::vector<std::string_view> words;
+  for (const OptimizerDescription& is : kOptimizers) {
+    if (is.kind == OptimizerKind::kNone) continue;
+    words.push_back(is.name);
+    if (is.kind == OptimizerKind::kSgd) words.push_back("sgdm");
+  }
+  return fmt::format("{} or {}", fmt::join(words, ", "), DescriptionOf(OptimizerKind::kNone).name);
+}
+std::string ImplementationWords(std::string_view last) {
+  std::string words;
+  for (std::size_t k = 0; k < optimizers::kImplementations.size(); ++k) {
+    const bool is_last = k + 1 == optimizers::kImplementations.size();
+    words += fmt::format("{}-{}", k == 0 ? "" : is_last ? last : ", ", optimizers::kImplementations[k].flag);
+  }
+  return words;
+}
+std::string ArgumentWords() {
+  std::vector<std::string> words;
+  for (const OptimizerArgument& argument : optimizers::kArguments) {
+    if (!argument.flag.empty()) words.push_back(fmt::format("-{}", argument.flag));
+  }
+  return fmt::format("{}", fmt::join(words, ", "));
+}
+
 Status ApplyOptimizer(const std::optional<std::string>& text, Strategy& strategy) {
   if (!text) return {};
   const auto bad = [&] {
-    return BadFlag(
-        "--optimizer", *text,
-        "adamw, adam, sgd, sgdm, adafactor or none; then perhaps -foreach, -fused or -forloop, and "
-        "-nesterov, -decay, -amsgrad, -capturable, -maximize");
+    return BadFlag("--optimizer", *text,
+                   fmt::format("{}; then perhaps {}, and {}", OptimizerWords(), ImplementationWords(" or "),
+                               ArgumentWords()));
   };
   std::size_t dash = text->find('-');
   std::string kind = text->substr(0, dash);
@@ -259,8 +284,8 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
       ->check(CLI::Range(1, 1000000));
   group.Flag("--compile", flags.compile, "Elementwise operators fused, as torch.compile does");
   group.Option("--optimizer", flags.optimizer,
-               "adamw, adam, sgd, sgdm, adafactor or none; then any of -foreach, -fused, -forloop (default: "
-               "PyTorch's), -nesterov, -decay, -amsgrad, -capturable, -maximize");
+               fmt::format("{}; then any of {} (default: PyTorch's), {}", OptimizerWords(),
+                           ImplementationWords(", "), ArgumentWords()));
   group.Option("--alloc-conf", flags.alloc_conf, kAllocConfWords);
   group.Option("--accumulate", flags.accumulate, "Micro-batches a step")->check(CLI::Range(1, 100000));
   group.Flag("--no-sync", flags.accumulate_without_sync,

@@ -9,8 +9,18 @@
 #pragma once
 
 #include <source_location>
+#include <string_view>
 
 namespace shardplan {
+
+// Whether the value is one of the enumerators: the compiler prints the name of one, and of any other value a
+// cast. For tables that must have a row for the last enumerator, too.
+template <auto kValue>
+consteval bool IsEnumerator() {
+  const std::string_view printed = __PRETTY_FUNCTION__;
+  const std::string_view value = printed.substr(printed.find("kValue = ") + 9);
+  return !value.starts_with('(');
+}
 
 // Prints the place, the condition and the message to stderr and aborts.
 [[noreturn]] void FailAssertion(const char* condition, const char* message,

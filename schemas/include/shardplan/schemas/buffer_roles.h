@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <string_view>
 
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
@@ -92,17 +93,18 @@ enum class RoleRange : std::uint8_t {
 // Whether each parameter has a part of its own: modules and optimizers see the parts.
 enum class RoleParts : std::uint8_t { kAny, kByParameter };
 
+// Without defaults: a row that lacks a column does not compile.
 struct BufferRoleDescription {
-  BufferRole role = BufferRole::kParamSharded;
+  BufferRole role;
   std::string_view name;  // in the documents
-  RoleContent holds = RoleContent::kParameter;
-  Arrangement arrangement = Arrangement::kNone;
-  RoleParts parts = RoleParts::kAny;
-  RoleDType dtype = RoleDType::kAny;
-  RoleMemory memory = RoleMemory::kDevice;
-  RoleLifetime lifetime = RoleLifetime::kScratch;
-  RoleReduction reduction = RoleReduction::kNone;
-  RoleRange range = RoleRange::kNone;
+  RoleContent holds;
+  Arrangement arrangement;
+  RoleParts parts;
+  RoleDType dtype;
+  RoleMemory memory;
+  RoleLifetime lifetime;
+  RoleReduction reduction;
+  RoleRange range;
   std::string_view pytorch;  // PyTorch's word for it, as of 2.15; "": it has none
 };
 
@@ -119,6 +121,8 @@ using R = RoleReduction;
 using N = RoleRange;
 
 // In the order of the enumerators.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wmissing-field-initializers"
 // clang-format off
 inline constexpr auto kTable = std::to_array<BufferRoleDescription>({
 //   role                        name                          holds           arrangement  parts            dtype                     memory       lifetime         reduction       range
@@ -146,6 +150,7 @@ inline constexpr auto kTable = std::to_array<BufferRoleDescription>({
     {kActivationHost,           "activation_host",            C::kActivation, A::kNone,    P::kAny,         D::kAny,                  M::kHost,    L::kPasses,      R::kNone,       N::kNone,          "save_on_cpu"},
 });
 // clang-format on
+#pragma GCC diagnostic pop
 
 consteval bool IsInOrder() {
   for (std::size_t r = 0; r < kTable.size(); ++r) {
@@ -153,7 +158,9 @@ consteval bool IsInOrder() {
   }
   return true;
 }
-static_assert(IsInOrder() && kTable.size() == kBufferRoles, "a row for every role, in order");
+static_assert(kTable.size() == kBufferRoles && !IsEnumerator<static_cast<BufferRole>(kTable.size())>(),
+              "a row for every role");
+static_assert(IsInOrder(), "rows in the order of the roles, each with its name");
 
 }  // namespace buffer_roles
 

@@ -55,7 +55,7 @@ struct BandwidthPoint {
   bool operator==(const BandwidthPoint&) const = default;
 };
 
-// Operators of a class (shardplan/simulator/operator_class.h) that are bound by memory reach this part of
+// Operators of a class (simulator/src/cost/operator_class.h) that are bound by memory reach this part of
 // what their bytes alone say.
 struct ClassRate {
   std::string operator_class;

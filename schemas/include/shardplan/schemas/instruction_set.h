@@ -15,6 +15,7 @@
 #include <optional>
 #include <string_view>
 
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/buffer_roles.h"
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
@@ -304,18 +305,21 @@ inline constexpr auto kSays = std::to_array<Says>({
      "of all units, of one, or of one parameter of one (ranks without a piece of it do nothing)"},
     {kZeroGrad, "sharded gradients are dropped"},
 });
+#pragma GCC diagnostic pop
 
 static_assert(kFields.size() == kInstructionKinds && kEffects.size() == kInstructionKinds &&
-                  kSays.size() == kInstructionKinds,
+                  kSays.size() == kInstructionKinds &&
+                  !IsEnumerator<static_cast<InstructionKind>(kFields.size())>(),
               "a row for every kind in each of the three tables");
 consteval bool IsInOrder() {
   for (std::size_t k = 0; k < kInstructionKinds; ++k) {
     const auto kind = static_cast<InstructionKind>(k);
     if (kFields[k].kind != kind || kEffects[k].kind != kind || kSays[k].kind != kind) return false;
+    if (kFields[k].name.empty() || kSays[k].says.empty()) return false;
   }
   return true;
 }
-static_assert(IsInOrder(), "a row for every kind in each of the three tables, in order");
+static_assert(IsInOrder(), "rows in the order of the kinds, each with its name and its words");
 
 inline constexpr auto kTable = [] {
   std::array<InstructionDescription, kInstructionKinds> table;

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/quantity.h"
 #include "shardplan/schemas/strategy.h"
@@ -43,26 +44,26 @@ enum class GradientDType : std::uint8_t {
 };
 
 struct OptimizerDescription {
-  OptimizerKind kind = OptimizerKind::kNone;
+  OptimizerKind kind;
   std::string_view name;     // in the documents and flags
   std::string_view pytorch;  // the class; "": none
-  OptimizerImplementation by_default = OptimizerImplementation::kForeach;
-  bool has_fused = true;
-  GradientDType gradients = GradientDType::kAny;
-  bool whole_matrices = false;  // a step needs whole parameters, not shards
-  OptimizerPasses fused;        // without arguments
+  OptimizerImplementation by_default;
+  bool has_fused;
+  GradientDType gradients;
+  bool whole_matrices;    // a step needs whole parameters, not shards
+  OptimizerPasses fused;  // without arguments
   OptimizerPasses unfused;
-  std::int64_t flops_per_element = 0;  // of an unfused step without arguments
+  std::int64_t flops_per_element;  // of an unfused step without arguments
 };
 
 // A boolean argument.
 struct OptimizerArgument {
-  bool Optimizer::*argument = nullptr;
-  std::string_view name;   // in the documents
-  std::string_view flag;   // the word of --optimizer; "": the kind's own word has it
-  OptimizerSet takes = 0;  // others refuse it
-  OptimizerSet works = 0;  // on these it changes the passes
-  OptimizerPasses fused;   // added
+  bool Optimizer::*argument;
+  std::string_view name;  // in the documents
+  std::string_view flag;  // the word of --optimizer; "": the kind's own word has it
+  OptimizerSet takes;     // others refuse it
+  OptimizerSet works;     // on these it changes the passes
+  OptimizerPasses fused;  // added
   OptimizerPasses unfused;
 };
 
@@ -82,12 +83,12 @@ enum class StatePlace : std::uint8_t {
 
 // A tensor that the first step leaves behind for a parameter. In order of creation.
 struct OptimizerStateDescription {
-  OptimizerKind kind = OptimizerKind::kNone;
+  OptimizerKind kind;
   std::string_view name;  // the key in Optimizer.state
-  StateShape shape = StateShape::kParameter;
-  StateDType dtype = StateDType::kParameter;
-  StatePlace place = StatePlace::kShard;
-  bool Optimizer::*when = nullptr;  // the argument that makes it; null: always
+  StateShape shape;
+  StateDType dtype;
+  StatePlace place;
+  bool Optimizer::*when;  // the argument that makes it; null: always
 };
 
 namespace optimizers {
@@ -100,7 +101,7 @@ using D = StateDType;
 using P = StatePlace;
 using O = Optimizer;
 
-inline constexpr OptimizerSet kAll = OptimizersIn({kSgd, kAdamW, kAdam, kAdafactor});
+inline constexpr OptimizerSet kAll = (OptimizerSet{1} << kOptimizerKinds) - 1;
 inline constexpr OptimizerSet kAdams = OptimizersIn({kAdamW, kAdam});
 
 // In the order of the enumerators.
@@ -111,6 +112,8 @@ inline constexpr OptimizerSet kAdams = OptimizersIn({kAdamW, kAdam});
 //   a);
 //              p += t
 //
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wmissing-field-initializers"
 // clang-format off
 inline constexpr auto kTable = std::to_array<OptimizerDescription>({
 //   kind         name         class        by default   fused  gradients         matrices  fused pass  unfused          FLOPs
@@ -125,10 +128,10 @@ inline constexpr auto kTable = std::to_array<OptimizerDescription>({
 inline constexpr auto kArguments = std::to_array<OptimizerArgument>({
     {&O::momentum,        "momentum",     "",           OptimizersIn({kSgd}),         OptimizersIn({kSgd}),         {1, 1, 0},  {3, 2, 2}},  // buf *= momentum; buf += g
     {&O::nesterov,        "nesterov",     "nesterov",   OptimizersIn({kSgd}),         OptimizersIn({kSgd}),         {},         {2, 1, 1}},  // g += momentum * buf
-    {&O::weight_decay,    "weight_decay", "decay",      kAll | OptimizersIn({kNone}), OptimizersIn({kSgd, kAdam}),  {},         {2, 1, 1}},  // g += decay * p
+    {&O::weight_decay,    "weight_decay", "decay",      kAll, OptimizersIn({kSgd, kAdam}),  {},         {2, 1, 1}},  // g += decay * p
     {&O::amsgrad,         "amsgrad",      "amsgrad",    kAdams,                       kAdams,                       {1, 1, 0},  {2, 1, 1}},  // max(v)
     {&O::capturable,      "capturable",   "capturable", kAdams,                       0,                            {},         {}},
-    {&O::maximize,        "maximize",     "maximize",   kAll | OptimizersIn({kNone}), kAll,                         {},         {1, 1, 1}},  // -g
+    {&O::maximize,        "maximize",     "maximize",   kAll, kAll,                         {},         {1, 1, 1}},  // -g
 });
 
 //   kind         key                shape           dtype           place        when
@@ -159,13 +162,16 @@ inline constexpr auto kImplementations = std::to_array<Implementation>({
     {I::kFused,   "fused"},
 });
 // clang-format on
+#pragma GCC diagnostic pop
 
-static_assert(kTable.size() == kOptimizerKinds, "a row for every optimizer");
-// Every kind but `none` has states.
+static_assert(kTable.size() == kOptimizerKinds && !IsEnumerator<static_cast<OptimizerKind>(kTable.size())>(),
+              "a row for every optimizer");
+// Every kind but `none` has a class and states.
 consteval bool IsComplete() {
   for (std::size_t k = 0; k < kOptimizerKinds; ++k) {
     const auto kind = static_cast<OptimizerKind>(k);
     if (kTable[k].kind != kind || kTable[k].name.empty()) return false;
+    if (kTable[k].pytorch.empty() && kind != kNone) return false;
     bool has_states = kind == kNone;
     for (const OptimizerStateDescription& state : kStates) has_states = has_states || state.kind == kind;
     if (!has_states) return false;

@@ -99,7 +99,7 @@ struct TimelineSpan {
 
 // Kernels of one class of operators in one part of the step.
 struct OperatorReport {
-  std::string kind;   // OperatorClass (simulator/operator_class.h); "optimizer" in the optimizer
+  std::string kind;   // OperatorClass (simulator/src/cost/operator_class.h); "optimizer" in the optimizer
   std::string phase;  // "forward", "backward", "optimizer"
   std::int64_t count = 0;
   Nanoseconds busy_ns;  // simulated: what collectives slow is spread evenly over a pass
