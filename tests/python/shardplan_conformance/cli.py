@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             "shardplan conformance", f"cannot import {error.name} ({how_to_install('torch')} installs what is needed)"
         )
         return EXIT_ENVIRONMENT
-    if not _comparison(arguments).exists():
+    if arguments.programs != Path() and not _comparison(arguments).exists():  # else the one on the PATH
         wanted = "build the target shardplan-conformance"
         complain("shardplan conformance", printable(f"{_comparison(arguments)} is not built: {wanted}"))
         return EXIT_ENVIRONMENT
