@@ -120,10 +120,10 @@ class Recorder(TorchDispatchMode):
         self._last_zeros: StorageRecord | None = None
         self._generates_code = False  # the compiler of the graph that runs
         self._kernel: Kernel | None = None  # see fused.py
-        self.labels_on_device = LabelsOnDevice(self._unrecorded)  # around the loss; it keeps what it moves
+        self.labels_on_device = LabelsOnDevice(self.unrecorded)  # around the loss; it keeps what it moves
 
     @contextlib.contextmanager
-    def _unrecorded(self):
+    def unrecorded(self):
         """Inside, nothing is recorded: a tensor that is made was there before the step."""
         phase, self.phase = self.phase, "off"
         try:
