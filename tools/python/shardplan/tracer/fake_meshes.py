@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device meshes of a model that is traced: made outside fake mode (a mesh looks into a tensor of ranks), and of CUDA
-devices whatever they say.
+"""Device meshes of a model that is traced: made, cut and folded outside fake mode (a mesh looks into a tensor of
+ranks), and of CUDA devices whatever they say.
 
 The styles of tensor parallelism move tensors to their mesh's device, which is where everything is that a trace works
 on.
@@ -9,20 +9,34 @@ on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+
+# Methods that make a mesh of a mesh; a release need not have all of them.
+_DERIVED = ("__getitem__", "_flatten", "_unflatten", "_get_all_submeshes")
 
 
 def _is_faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def _on_ranks(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def derive(*args, **kwargs):
+        with unset_fake_temporarily(), torch.device("cpu"):
+            return method(*args, **kwargs)
+
+    return derive
+
+
 @contextlib.contextmanager
 def fake_meshes() -> Iterator[None]:
     make, device_type = DeviceMesh.__init__, DeviceMesh.device_type
+    derived = {name: DeviceMesh.__dict__[name] for name in _DERIVED if callable(DeviceMesh.__dict__.get(name))}
 
     def made_of_ranks(mesh, *args, _rank_map=None, **kwargs) -> None:
         with unset_fake_temporarily(), torch.device("cpu"):
@@ -32,7 +46,11 @@ def fake_meshes() -> Iterator[None]:
 
     DeviceMesh.__init__ = made_of_ranks
     DeviceMesh.device_type = property(lambda mesh: "cuda" if _is_faking() else device_type.fget(mesh))
+    for name, method in derived.items():
+        setattr(DeviceMesh, name, _on_ranks(method))
     try:
         yield
     finally:
         DeviceMesh.__init__, DeviceMesh.device_type = make, device_type
+        for name, method in derived.items():
+            setattr(DeviceMesh, name, method)

@@ -173,6 +173,8 @@ class ModuleHooks:
         self._recorder.emit(["inputs_done", module_id, occurrence, position])
 
     def _parameter_gradient(self, parameter_id: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            return  # an undefined gradient has come: of an operator that autograd does not differentiate
         record = self._recorder.record_of(parameter.grad)
         if record is not None:
             record.gradient_of = parameter_id

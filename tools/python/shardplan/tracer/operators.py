@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from shardplan.tracer import collectives
 from shardplan.tracer.recurrent import flops as recurrent_flops
 from shardplan.tracer.stand_ins.launch import declared_cost, is_declared
 
@@ -102,11 +103,14 @@ class Operator:
     written_positions: tuple[int, ...]
     written_names: tuple[str, ...]
     flop_formula: object = None
+    collective: collectives.Arguments | None = None  # what the schema does not say of it
     declared: bool = False  # the kernel of a stand-in: its arguments say what it costs
     flop_cache: dict = field(default_factory=dict)
 
 
 def describe(func) -> Operator:
+    """Raises collectives.UnknownCollective."""
+    collective = collectives.arguments(func)
     schema = func._schema
     base = func._overloadpacket.__name__
     positions, names = [], []
@@ -119,10 +123,11 @@ def describe(func) -> Operator:
         name=f"{func.namespace}.{base}",
         base=base,
         allocate_only=base in _ALLOCATE_ONLY,
-        mutable=schema.is_mutable,
+        mutable=schema.is_mutable or (collective is not None and not collective.makes_results),
         written_positions=tuple(positions),
         written_names=tuple(names),
         flop_formula=flop_registry.get(func._overloadpacket) or flop_registry.get(_SAME_FORMULA.get(base)),
+        collective=collective,
         declared=is_declared(func),
     )
 
@@ -196,6 +201,9 @@ def dtype_of(operator: Operator, args: tuple, inputs: list, outputs: list) -> st
 
 def read_tensors(operator: Operator, args: tuple, kwargs: dict, outputs: list) -> list[tuple[torch.Tensor, int]]:
     """(tensor, bytes read of it) for each tensor argument that is read, in order."""
+    if operator.collective is not None:
+        read, _ = collectives.accessed(operator.name, operator.collective, args)
+        return [(tensor, touched_bytes(tensor)) for tensor in tensors_in(read, [])]
     if operator.base in _READS_NOTHING:
         return []
     lookup = _LOOKUPS.get(operator.base, -1)
@@ -213,7 +221,9 @@ def read_tensors(operator: Operator, args: tuple, kwargs: dict, outputs: list) -
                     rows = args[1].numel()
                 count = min(count, rows * tensor.element_size())
             result.append((tensor, count))
-    for value in kwargs.values():
+    for name, value in kwargs.items():
+        if name == "out" and name in operator.written_names:
+            continue
         result.extend((tensor, touched_bytes(tensor)) for tensor in tensors_in(value, []))
     return result
 
@@ -229,6 +239,9 @@ def bytes_moved(operator: Operator, args: tuple, read: int, written: int) -> tup
 
 
 def written_arguments(operator: Operator, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    if operator.collective is not None:
+        _, written = collectives.accessed(operator.name, operator.collective, args)
+        return tensors_in(written, [])
     found: list = []
     for position in operator.written_positions:
         if position < len(args):

@@ -22,6 +22,7 @@ from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.progress import Progress
 from shardplan.tracer.raising import Raised, raising
 from shardplan.tracer.recorder import Answers, Recorder, StorageRecord
+from shardplan.tracer.shape_propagation import unrecorded_shapes
 
 Loss = Callable[[object], torch.Tensor]
 
@@ -163,7 +164,7 @@ def _record_passes(
         buffers.append({**entry, "storage": storage.id if storage is not None else recorder.add_resident(buffer)})
     hooks = ModuleHooks(recorder, tree, mark_inputs)
     calls = Calls(step.module, recorder, hooks, fqns, keep_nothing, step.loss_apart)
-    with _no_garbage_collection(), recorder:
+    with _no_garbage_collection(), unrecorded_shapes(recorder.unrecorded), recorder:
         try:
             for group in step.groups:
                 _record_group(step, group, recorder, hooks, calls, progress, keep_nothing)

@@ -23,7 +23,7 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardplan.tracer import operators
+from shardplan.tracer import collectives, operators
 from shardplan.tracer.fused import Kernel, View, is_generated
 from shardplan.tracer.local_tensors import is_wrapper, local
 from shardplan.tracer.operators import Operator, tensors_in
@@ -120,10 +120,10 @@ class Recorder(TorchDispatchMode):
         self._last_zeros: StorageRecord | None = None
         self._generates_code = False  # the compiler of the graph that runs
         self._kernel: Kernel | None = None  # see fused.py
-        self.labels_on_device = LabelsOnDevice(self._unrecorded)  # around the loss; it keeps what it moves
+        self.labels_on_device = LabelsOnDevice(self.unrecorded)  # around the loss; it keeps what it moves
 
     @contextlib.contextmanager
-    def _unrecorded(self):
+    def unrecorded(self):
         """Inside, nothing is recorded: a tensor that is made was there before the step."""
         phase, self.phase = self.phase, "off"
         try:
@@ -258,6 +258,8 @@ class Recorder(TorchDispatchMode):
             args, out = self._with_answer(func, args)
             if func is aten._local_scalar_dense.default and out is not None:
                 return out
+        if out is None:
+            out = collectives.done_at_once(func, args)
         if out is None:
             out = func(*args, **kwargs)
             out = _on_the_host(func, out) if self._random_state == "host" else out

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from shardplan.tracer import compiled, document, record, source as sources, stand_ins
 from shardplan.tracer.attention import device_attention
+from shardplan.tracer.collectives import UnknownCollective
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
 from shardplan.tracer.fake_meshes import fake_meshes
@@ -313,6 +314,8 @@ def _document(
             fields = record.record(step, options.mark_inputs, answers, progress)
     except TracerError:
         raise
+    except UnknownCollective as error:
+        raise TracerError(f"{error}{place(error, step.module)}") from error
     except _CANNOT_FAKE as error:
         answered = any(str(operator) in str(error) for operator in ANSWERED)
         way_out = _ANSWER if answered else _STAND_IN

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builders of distributed models, as rank 0 of a fake process group sees them. Each is traced in a process of its
+own: a process group and DTensor's caches outlive a model."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+TP = 4
+
+
+def join(ranks=TP):
+    """A builder that reads values runs twice."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """The head is on every rank whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def whole(batch):
+    return Blocks(), torch.zeros(batch, 16)
+
+
+def tensor_parallel(batch):
+    join()
+    model = Blocks()
+    mesh = init_device_mesh("cuda", (TP,), mesh_dim_names=("tp",))
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model, torch.zeros(batch, 16)
+
+
+# ---- collectives ----
+
+
+def all_reduce(x):
+    dist.all_reduce(x)
+    return x
+
+
+def all_reduce_async(x):
+    dist.all_reduce(x, async_op=True).wait()
+    return x
+
+
+def all_gather_into_tensor(x):
+    gathered = x.new_empty(TP * x.shape[0], x.shape[1])
+    dist.all_gather_into_tensor(gathered, x)
+    return gathered
+
+
+def reduce_scatter_tensor(x):
+    part = x.new_empty(x.shape[0] // TP, x.shape[1])
+    dist.reduce_scatter_tensor(part, x, async_op=True).wait()
+    return part
+
+
+def all_to_all_single(x):
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x)
+    return received
+
+
+def all_to_all(x):
+    received = [torch.empty_like(part) for part in x.chunk(TP)]
+    dist.all_to_all(received, list(x.chunk(TP)))
+    return received
+
+
+def all_gather(x):
+    gathered = [torch.empty_like(x) for _ in range(TP)]
+    dist.all_gather(gathered, x)
+    return gathered
+
+
+def broadcast_of_the_root(x):
+    dist.broadcast(x, 0)
+    return x
+
+
+def broadcast_of_another(x):
+    dist.broadcast(x, 1)
+    return x
+
+
+def reduce_to_the_root(x):
+    dist.reduce(x, 0)
+    return x
+
+
+def reduce_to_another(x):
+    dist.reduce(x, 1)
+    return x
+
+
+def batch_isend_irecv(x):
+    received = torch.empty_like(x)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1), dist.P2POp(dist.irecv, received, 3)]):
+        work.wait()
+    return received
+
+
+def coalesced(x):
+    y = x * 2
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    return x, y
+
+
+def barrier(x):
+    dist.barrier()
+    return x
+
+
+def functional_all_gather(x):
+    return functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+
+
+def functional_all_reduce(x):
+    return functional.all_reduce(x, "sum", dist.group.WORLD)
+
+
+def functional_send(x):
+    return torch.ops._c10d_functional.isend(x, 1, 0, dist.group.WORLD.group_name)
+
+
+def functional_out(x):
+    part = x.new_empty(x.shape[0] // TP, x.shape[1])
+    group = dist.group.WORLD.group_name
+    return torch.ops._c10d_functional.reduce_scatter_tensor_out(x, "sum", TP, group, out=part)
+
+
+def differentiable_all_to_all(x):
+    return differentiable.all_to_all_single(torch.empty_like(x), x)
+
+
+DOORS = [
+    all_reduce, all_reduce_async, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single, all_to_all,
+    all_gather, broadcast_of_the_root, broadcast_of_another, reduce_to_the_root, reduce_to_another, batch_isend_irecv,
+    coalesced, barrier, functional_all_gather, functional_all_reduce, functional_send, functional_out,
+    differentiable_all_to_all,
+]
+
+
+class Communicating(nn.Module):
+    def __init__(self, door):
+        super().__init__()
+        self.linear, self.door = nn.Linear(16, 16, bias=False), door
+
+    def forward(self, x):
+        return self.door(self.linear(x))
+
+
+def gathers_without_gradient(batch):
+    join()
+    return Communicating(all_gather_into_tensor), torch.zeros(batch, 16)
+
+
+def exchanges(batch):
+    join()
+    return Communicating(differentiable_all_to_all), torch.zeros(batch, 16)
+
+
+NOVEL = torch.library.Library("_c10d_functional", "FRAGMENT")
+
+
+def novel_collective(batch):
+    NOVEL.define("novel(Tensor x) -> Tensor")
+    NOVEL.impl("novel", torch.empty_like, "Meta")
+    join()
+    return Communicating(torch.ops._c10d_functional.novel), torch.zeros(batch, 16)
+
+
+# ---- torchtitan ----
+
+STEP = contextlib.ExitStack()
+
+
+def titan(tp, backend, batch, seq):
+    """torchtitan's llama3 debug model, cut by its own `parallelize`, and its loss."""
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import ParallelDims, spmd_types
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import llama3_configs
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
+    set_spmd_backend(backend)
+    config = llama3_configs["debugmodel"]("flex")
+    for layer in config.layers:  # flex attention is compiled
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    set_llama3_sharding_config(config, enable_sp=True)
+    with torch.device("meta"):
+        model = config.build()
+    if tp > 1:
+        join(tp)
+        parallelism = ParallelismConfig(tensor_parallel_degree=tp, spmd_backend=backend)
+        dims = ParallelDims.from_config(parallelism, tp)
+        dims.build_mesh()
+        model.parallelize(dims)
+        if backend == "spmd_types":  # the whole step runs so (torchtitan.distributed.utils.get_spmd_context)
+            spmd_types.set_spmd_meshes(dense_mesh=dims.spmd_dense_mesh(), sparse_mesh=None)
+            STEP.enter_context(spmd_types.set_current_spmd_mesh(dims.spmd_dense_mesh()))
+    labels = torch.zeros(batch, seq, dtype=torch.long, device="cuda")
+
+    def loss(output):
+        if tp == 1 or backend != "spmd_types":
+            return cross_entropy_loss(output, labels)
+        return cross_entropy_loss(output, labels, global_vocab_size=config.vocab_size)
+
+    return model, torch.zeros(batch, seq, dtype=torch.long), loss
+
+
+def titan_whole(batch, seq):
+    return titan(1, "partial_dtensor", batch, seq)
+
+
+def titan_dtensor(batch, seq):
+    return titan(TP, "partial_dtensor", batch, seq)
+
+
+def titan_spmd_types(batch, seq):
+    return titan(TP, "spmd_types", batch, seq)
