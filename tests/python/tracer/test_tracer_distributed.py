@@ -17,6 +17,7 @@ from shardplan.tracer import cli
 sys.exit(cli.main(sys.argv[1:]))
 """
 needs_torchtitan = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan")
+needs_spmd_types = pytest.mark.skipif(importlib.util.find_spec("spmd_types") is None, reason="spmd_types")
 
 
 def run(name, folder, *arguments):
@@ -70,6 +71,36 @@ def test_torchtitans_tensor_parallel_llama_has_the_flops_of_the_model(backend, t
     # Attention and feed forward of 6 layers and the ends, forward and backward; three sums of the loss.
     assert sum(name in GATHERS for name in names) == sum(name in SCATTERS for name in names) == 2 * (2 * 6 + 1)
     assert names.count("_c10d_functional.all_reduce") == 3
+    cut_along = {entry["fqn"]: entry["placements"] for entry in cut["parameters"]}
+    assert cut_along["layers.0.attention.wo.weight"] == [{"mesh_dim": "tp", "size": TP, "dim": 1}]
+    assert cut_along["norm.weight"] == [{"mesh_dim": "tp", "size": TP, "grad_partial": True}]
+
+
+@needs_spmd_types
+def test_annotated_parameters_have_placements(tmp_path):
+    """The dimension along which all of them are replicated is FSDP's own."""
+    placed = {
+        entry["fqn"]: entry["placements"] for entry in traced("annotated_replicated", tmp_path)["parameters"]
+    }
+    assert placed == {
+        "0.weight": [{"mesh_dim": "tp", "size": TP, "dim": 0}],
+        "0.bias": [{"mesh_dim": "tp", "size": TP}],
+        "1.weight": [{"mesh_dim": "tp", "size": TP, "grad_partial": True}],
+    }
+
+
+@needs_spmd_types
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("annotated_partial", "parameter 1.weight is annotated with P along mesh dimension tp"),
+        ("annotated_elsewhere", "parameter 1.weight is annotated along a group that is no dimension of the mesh"),
+    ],
+)
+def test_an_annotation_that_has_no_placement_is_an_error(name, message, tmp_path):
+    done = run(name, tmp_path)
+    assert done.returncode == 3
+    assert message in done.stderr
 
 
 # ---- collectives ----

@@ -200,6 +200,37 @@ def novel_collective(batch):
     return Communicating(torch.ops._c10d_functional.novel), torch.zeros(batch, 16)
 
 
+# ---- parameters that spmd_types annotates ----
+
+
+def annotated(kind, group="tp"):
+    """A weight that is cut, one with `kind` along a group of the mesh, a bias with a whole gradient."""
+    import spmd_types as spmd
+
+    join(8)
+    mesh = init_device_mesh("cuda", (2, TP), mesh_dim_names=("data", "tp"))
+    model = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 16, bias=False))
+    other = mesh.get_group("tp") if group == "tp" else dist.new_group(list(range(8)))
+    data = {} if group != "tp" else {mesh.get_group("data"): spmd.R}
+    tp = mesh.get_group("tp")
+    spmd.assert_type(model[0].weight, {tp: spmd.S(0), mesh.get_group("data"): spmd.R})
+    spmd.assert_type(model[0].bias, {tp: spmd.I, mesh.get_group("data"): spmd.R})
+    spmd.assert_type(model[1].weight, {other: kind(spmd), **data})
+    return model, torch.zeros(8, 16)
+
+
+def annotated_replicated():
+    return annotated(lambda spmd: spmd.R)
+
+
+def annotated_partial():
+    return annotated(lambda spmd: spmd.P)
+
+
+def annotated_elsewhere():
+    return annotated(lambda spmd: spmd.S(0), "all")
+
+
 # ---- torchtitan ----
 
 STEP = contextlib.ExitStack()

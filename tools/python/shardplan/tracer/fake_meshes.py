@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator
 
 import torch
@@ -18,6 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # Methods that make a mesh of a mesh; a release need not have all of them.
 _DERIVED = ("__getitem__", "_flatten", "_unflatten", "_get_all_submeshes")
+
+_made: list[DeviceMesh] = []  # inside of fake_meshes: a builder need not keep its mesh
+
+
+def known_meshes() -> list[DeviceMesh]:
+    """Meshes with named dimensions, those of the most dimensions first: made inside of fake_meshes, or there before."""
+    there = [thing for thing in gc.get_objects() if isinstance(thing, DeviceMesh)]
+    named = {id(mesh): mesh for mesh in (*_made, *there) if mesh.mesh_dim_names}
+    return sorted(named.values(), key=lambda mesh: (-mesh.ndim, mesh.mesh_dim_names))
 
 
 def _is_faking() -> bool:
@@ -43,6 +53,7 @@ def fake_meshes() -> Iterator[None]:
             if isinstance(_rank_map, FakeTensor):  # init_device_mesh: all ranks in their order
                 _rank_map = torch.arange(_rank_map.numel(), dtype=torch.int)
             make(mesh, *args, _rank_map=_rank_map, **kwargs)
+            _made.append(mesh)
 
     DeviceMesh.__init__ = made_of_ranks
     DeviceMesh.device_type = property(lambda mesh: "cuda" if _is_faking() else device_type.fget(mesh))
@@ -51,6 +62,7 @@ def fake_meshes() -> Iterator[None]:
     try:
         yield
     finally:
+        _made.clear()
         DeviceMesh.__init__, DeviceMesh.device_type = make, device_type
         for name, method in derived.items():
             setattr(DeviceMesh, name, method)

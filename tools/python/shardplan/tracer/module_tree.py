@@ -10,6 +10,7 @@ from torch import nn
 
 from shardplan.tracer.local_tensors import local, placements, with_local
 from shardplan.tracer.operators import dtype_name
+from shardplan.tracer.spmd_annotations import annotated_placements
 
 
 def _join(prefix: str, name: str) -> str:
@@ -90,6 +91,7 @@ class ModuleTree:
         return tree
 
     def _add_parameters(self, root: nn.Module) -> None:
+        annotated = annotated_placements(dict(root.named_parameters()))
         for fqn, parameter in root.named_parameters(remove_duplicate=False):
             if parameter in self.parameter_ids:
                 self.parameters[self.parameter_ids[parameter]].setdefault("shared_with", []).append(fqn)
@@ -99,7 +101,7 @@ class ModuleTree:
             if not parameter.requires_grad:
                 entry["requires_grad"] = False
             entry.update(gradient_fields(parameter))
-            if placed := placements(parameter):
+            if placed := placements(parameter) or annotated.get(fqn):
                 entry["placements"] = placed
             self.parameters.append(entry)
 

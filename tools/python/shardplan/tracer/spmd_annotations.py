@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placements of plain parameters that spmd_types annotates (torchtitan's `spmd_types`): the rank's part of each, and a
+type for each axis of the mesh.
+
+`fully_shard` with `dp_mesh_dims` makes DTensors of such parameters (FSDPParam._resolve_spmd_types_for_storage). S(dim)
+is cut along `dim`. R is replicated with a gradient that is a partial sum, and I is replicated with a whole gradient.
+All parameters are R along an axis that FSDP manages. The callable does not name these axes, so they are the axes along
+which every annotated parameter is R, and they are left out, as they are for DTensors.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from shardplan.tracer.errors import TracerError
+from shardplan.tracer.fake_meshes import known_meshes
+
+
+def annotated_placements(parameters: dict[str, torch.Tensor]) -> dict[str, list[dict]]:
+    """By FQN the placements of a trace document, of the parameters that have annotations."""
+    if "spmd_types" not in sys.modules:
+        return {}
+    types = {fqn: found for fqn, parameter in parameters.items() if (found := _types(fqn, parameter))}
+    if not types:
+        return {}
+    import spmd_types as spmd
+
+    tensor_axes = {axis for found in types.values() for axis, kind in found.items() if kind is not spmd.R}
+    names: dict = {}
+    return {
+        fqn: [
+            _entry(fqn, parameters[fqn], axis, found[axis], names)
+            for axis in sorted(found.keys() & tensor_axes, key=_stride, reverse=True)
+        ]
+        for fqn, found in types.items()
+    }
+
+
+def _types(fqn: str, parameter: torch.Tensor) -> dict:
+    """MeshAxis -> type, S(dim) in place of V with a PartitionSpec."""
+    import spmd_types as spmd
+    from spmd_types.runtime import get_partition_spec
+    from spmd_types.types import partition_spec_to_shard_types
+
+    found = dict(spmd.get_local_type(parameter))
+    spec = get_partition_spec(parameter)
+    if spec is not None:
+        found.update(partition_spec_to_shard_types(spec))
+        for entry in spec:
+            if isinstance(entry, tuple) and list(entry) != sorted(entry, key=_stride, reverse=True):
+                raise TracerError(f"parameter {fqn} is cut by mesh axes {entry} that are not the outermost first")
+    return found
+
+
+def _stride(axis) -> int:
+    ranks = sorted(axis.layout.all_ranks_from_zero())
+    return ranks[1] - ranks[0] if len(ranks) > 1 else 0
+
+
+def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: dict) -> dict:
+    import spmd_types as spmd
+
+    if axis not in names:
+        names[axis] = _name(axis)
+    if names[axis] is None:
+        raise TracerError(
+            f"parameter {fqn} is annotated along a group that is no dimension of the mesh: {axis} (ranks "
+            f"{sorted(axis.layout.all_ranks_from_zero())})"
+        )
+    entry: dict = {"mesh_dim": names[axis], "size": len(axis.layout.all_ranks_from_zero())}
+    if isinstance(kind, spmd.Shard):
+        entry["dim"] = kind.dim % parameter.dim()
+    elif kind is spmd.R:
+        if parameter.requires_grad:
+            entry["grad_partial"] = True
+    elif kind is not spmd.I:
+        raise TracerError(
+            f"parameter {fqn} is annotated with {kind.name} along mesh dimension {names[axis]}: a parameter is cut (S), or "
+            "replicated with a partial (R) or a whole gradient (I)"
+        )
+    return entry
+
+
+def _name(axis) -> str | None:
+    """The dimension's name in the mesh of the most dimensions that has it: the mesh that FSDP is given."""
+    import spmd_types as spmd
+
+    with unset_fake_temporarily():
+        for mesh in known_meshes():
+            for position, name in enumerate(mesh.mesh_dim_names):
+                if mesh.size(position) > 1 and spmd.MeshAxis.of(mesh.get_group(name)) == axis:
+                    return name
+    return None
