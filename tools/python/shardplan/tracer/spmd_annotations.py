@@ -78,8 +78,8 @@ def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: dict) -> dict:
             entry["grad_partial"] = True
     elif kind is not spmd.I:
         raise TracerError(
-            f"parameter {fqn} is annotated with {kind.name} along mesh dimension {names[axis]}: a parameter is cut (S), "
-            "or replicated with a partial (R) or a whole gradient (I)"
+            f"parameter {fqn} is annotated with {kind.name} along mesh dimension {names[axis]}: a parameter is cut "
+            "(S), or replicated with a partial (R) or a whole gradient (I)"
         )
     return entry
 
