@@ -67,7 +67,7 @@ class CopyWaits {
     };
     for (std::size_t n = 0; n < list.size(); ++n) {
       // A step begins behind the waits that the list has in front.
-      if (steps && !IsOrder(list[n])) {
+      if (steps && !RecordsOrHostWaits(list[n])) {
         await(n, NeededByStep(-1));
         steps = false;
       }
@@ -81,8 +81,9 @@ class CopyWaits {
   }
 
  private:
-  static bool IsOrder(const Instruction& i) {
-    return i.kind == InstructionKind::kRecord || i.kind == InstructionKind::kHostWait;
+  static bool RecordsOrHostWaits(const Instruction& i) {
+    const OrderEffect order = DescriptionOf(i.kind).order;
+    return order == OrderEffect::kRecords || order == OrderEffect::kHostWaits;
   }
   static bool Trains(const Unit& unit) {
     return std::ranges::any_of(unit.parameters, [](const UnitParameter& p) { return p.requires_grad; });

@@ -64,26 +64,19 @@ SHARDPLAN_ENUM_NAMES(VariantOutcome, "chosen", "slower", "does_not_fit", "cannot
 
 #undef SHARDPLAN_ENUM_NAMES
 
-template <>
-inline constexpr auto kEnumNames<InstructionKind> = [] {
-  std::array<std::string_view, kInstructionKinds> names;
-  for (std::size_t k = 0; k < names.size(); ++k) names[k] = kInstructionSet[k].name;
+// The names that the rows of a vocabulary's table have.
+template <typename Table>
+consteval auto NamesInTable(const Table& table) {
+  std::array<std::string_view, std::tuple_size_v<Table>> names;
+  for (std::size_t k = 0; k < names.size(); ++k) names[k] = table[k].name;
   return names;
-}();
-
+}
 template <>
-inline constexpr auto kEnumNames<BufferRole> = [] {
-  std::array<std::string_view, kBufferRoles> names;
-  for (std::size_t r = 0; r < names.size(); ++r) names[r] = kBufferRoleTable[r].name;
-  return names;
-}();
-
+inline constexpr auto kEnumNames<InstructionKind> = NamesInTable(kInstructionSet);
 template <>
-inline constexpr auto kEnumNames<OptimizerKind> = [] {
-  std::array<std::string_view, kOptimizerKinds> names;
-  for (std::size_t k = 0; k < names.size(); ++k) names[k] = kOptimizers[k].name;
-  return names;
-}();
+inline constexpr auto kEnumNames<BufferRole> = NamesInTable(kBufferRoleTable);
+template <>
+inline constexpr auto kEnumNames<OptimizerKind> = NamesInTable(kOptimizers);
 
 // "?" for a value that is no enumerator.
 template <typename Enum>

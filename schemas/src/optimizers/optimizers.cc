@@ -31,7 +31,7 @@ bool IsInShardsMemory(const Optimizer& optimizer, StatePlace place) {
     case StatePlace::kHost:
       return false;
     case StatePlace::kKernel:
-      return optimizer.capturable || ImplementationOf(optimizer) == OptimizerImplementation::kFused;
+      return optimizer.capturable || IsFused(optimizer);
   }
   return true;
 }
@@ -91,7 +91,7 @@ OptimizerPasses PassesOf(const Optimizer& optimizer) {
 
 bool AddsDecay(const Optimizer& optimizer) {
   const auto* decay =
-      std::ranges::find(optimizers::kArguments, std::string_view("weight_decay"), &OptimizerArgument::name);
+      std::ranges::find(optimizers::kArguments, &Optimizer::weight_decay, &OptimizerArgument::argument);
   return optimizer.weight_decay && Has(decay->works, optimizer.kind);
 }
 

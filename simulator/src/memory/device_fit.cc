@@ -27,7 +27,9 @@ MemoryHistoryOptions HistoryOptions(const FitOptions& options) {
 bool IsDividedOnDevice(std::int32_t category) {
   if (category >= internal::kBufferRoles) return false;
   const auto role = static_cast<BufferRole>(category);
-  return IsDivided(role) && DescriptionOf(role).memory != RoleMemory::kHost;
+  const bool divided =
+      ArrangementOf(role) == Arrangement::kShard || IsInnerReduced(role) || IsOptimizerMemory(role);
+  return divided && DescriptionOf(role).memory != RoleMemory::kHost;
 }
 
 // The model's own memory, which no sharding of parameters changes.

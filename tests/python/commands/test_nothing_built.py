@@ -18,7 +18,7 @@ PAGES = ROOT / "docs" / "reference" / "help"
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> pathlib.Path:
     """A copy of the files that tools/shardplan reads, with a tools/build that leaves a mark."""
-    root = tmp_path_factory.mktemp("clone")
+    root = tmp_path_factory.mktemp("a clone")
     (root / "tools").mkdir()
     shutil.copy(ROOT / "tools" / "shardplan", root / "tools")
     shutil.copy(ROOT / "CMakeLists.txt", root)

@@ -227,9 +227,4 @@ constexpr bool IsPartlyReduced(BufferRole role) {
 // Buffers that the optimizer reads and writes: shards, their gradients, states.
 constexpr bool IsTrainingState(BufferRole role) { return LifetimeOf(role) == RoleLifetime::kState; }
 
-// Whether the ranks divide it between them. Everything else a rank has whole.
-constexpr bool IsDivided(BufferRole role) {
-  return ArrangementOf(role) == Arrangement::kShard || IsInnerReduced(role) || IsOptimizerMemory(role);
-}
-
 }  // namespace shardplan

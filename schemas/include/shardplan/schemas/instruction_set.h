@@ -163,10 +163,10 @@ inline constexpr RoleSet kInnerReduced = RolesWhere([](Role r) { return IsInnerR
 inline constexpr RoleSet kReduced = RolesWhere(
     [](Role r) { return r.reduction == RoleReduction::kReduced || r.reduction == RoleReduction::kPartial; });
 inline constexpr RoleSet kGradients = RolesWhere([](Role r) { return r.holds == RoleContent::kGradient; });
-inline constexpr RoleSet kUnscattered = kUnreduced | RolesIn({kPartialReduceOutput, kInnerReduceAccumulated});
+inline constexpr RoleSet kPartlyReduced = RolesWhere([](Role r) { return IsPartlyReduced(r.role); });
+inline constexpr RoleSet kUnscattered = kUnreduced | kPartlyReduced;
 // Gradients that a grad_zero may have to stand for.
-inline constexpr RoleSet kZeroed =
-    RolesIn({kGradUnshardedAccumulated, kPartialReduceOutput, kInnerReduceAccumulated});
+inline constexpr RoleSet kZeroed = kPartlyReduced | RolesIn({kGradUnshardedAccumulated});
 
 using enum InstructionKind;
 using F = InstructionFamily;
