@@ -61,6 +61,7 @@ struct CollectiveRequest {
   std::span<const GroupPlacement> placements;  // of its groups, at least one
   // The whole tensor: output of an all_gather, input of a reduce_scatter, tensor of an all_reduce.
   Bytes full_tensor_bytes;
+  std::int64_t busiest_ppm = 1'000'000;  // all_to_all: what the busiest rank moves, of full_tensor_bytes
 };
 
 // The load of a collective on each link while it runs alone, in parts per million of the link's capacity. A
