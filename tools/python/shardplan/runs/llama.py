@@ -215,6 +215,8 @@ def build(row):
 
 def plan_flags(row) -> list[str]:
     flags = ["--policy", "fsdp2", "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "--optimizer", "adamw"]
+    if row.get("no_sync") and row["micro_batches"] > 1:
+        flags.append("--no-sync")
     return flags + (["--compile"] if row.get("compile") else [])
 
 
