@@ -12,9 +12,9 @@
 // A broadcast and a reduce are a ring that begins at the root: all of the tensor has to leave it or reach it
 // (nccl-tests, PERFORMANCE.md: bus bandwidth = size / time), and its pieces follow each other through the
 // ranks (NCCL, device/broadcast.h). An all_to_all, a gather and a scatter are sends and receives of a rank
-// with each other one, all of them at once (NCCL, enqueue.cc): to the ranks of its node over the first link,
-// to the others through its own adapter. Of a gather and a scatter that is the root. NCCL has no faster way
-// for a single send.
+// with each other one (NCCL, enqueue.cc): to the ranks of its node over the first link, to the others through
+// its own adapter, both at the same time. They begin in the rounds of NCCL's schedule, which goes from node
+// to node and in a node from rank to rank (init.cc). Of a gather and a scatter that rank is the root.
 #include "cost/collective_model.h"
 
 #include <algorithm>
@@ -79,7 +79,7 @@ Road DirectRoad(const Cluster& cluster, const GroupPlacement& place, std::int64_
                 std::int64_t out_of_node) {
   Road road = RingRoad(cluster, place);
   const auto of_whole = [&](std::int64_t rate, std::int64_t moved) {
-    return rate <= 0 ? 0 : std::max<std::int64_t>(1, MulDiv(rate, ranks, moved));
+    return rate <= 0 ? 0 : MulDivUp(rate, ranks, moved);
   };
   road.uses_inner = in_node > 0;
   if (road.uses_inner) road.inner_rate = of_whole(road.inner_rate, in_node);
@@ -192,8 +192,11 @@ class Choice {
         break;
       case CollectiveMovement::kExchange:
       case CollectiveMovement::kRooted:
+        Take(road, "", Limited(RoundsNs(road) + TimeAt(size_, road.Rate())));
+        break;
       case CollectiveMovement::kTransfer:
-        Take(road, "", Limited(LatencyNs(road) + TimeAt(size_, road.Rate())));
+        Take(road, "",
+             Limited((road.uses_outer ? road.outer_ns : road.inner_ns) + TimeAt(size_, road.Rate())));
         break;
     }
   }
@@ -201,8 +204,9 @@ class Choice {
   std::int64_t StepsNs(const Road& road) const {
     return road.inner_ns * (request_.ranks - place_.nodes) + road.outer_ns * (place_.nodes - 1);
   }
-  static std::int64_t LatencyNs(const Road& road) {
-    return std::max(road.uses_inner ? road.inner_ns : 0, road.uses_outer ? road.outer_ns : 0);
+  // One for each other rank of the node, and one for each other node.
+  std::int64_t RoundsNs(const Road& road) const {
+    return road.inner_ns * (place_.most_in_node - 1) + road.outer_ns * (place_.nodes - 1);
   }
 
   void TryTree(const Road& road) {
