@@ -65,8 +65,8 @@ void AppendTimeline(const EngineStep& step, const EngineTimeline& timeline, std:
     const InstructionOrigin& origin = step.origins[static_cast<std::size_t>(span.instruction)];
     if (origin.instruction < 0) continue;  // the trigger's span covers it
     index_of[i] = static_cast<std::int32_t>(simulation.spans.size());
-    simulation.spans.push_back(
-        {span.stream, s, origin.trigger, origin.instruction, span.start_ns + offset, span.end_ns + offset});
+    simulation.spans.push_back({span.stream, s, origin.trigger, origin.instruction, span.start_ns + offset,
+                                span.end_ns + offset, origin.entry});
   }
   for (const EngineFlow& flow : timeline.flows) {
     const std::int32_t recorded = index_of[static_cast<std::size_t>(flow.recorded)];

@@ -305,7 +305,10 @@ inline constexpr auto kFields<Plan> = FieldList(
         "is refused.")
         .Lines(),
     Required("world_size", &Plan::world_size, "Ranks.").AtLeast(1),
-    Optional("tokens_per_step", &Plan::tokens_per_step, "Of one rank."),
+    Optional("tokens_per_step", &Plan::tokens_per_step, "That one rank works on."),
+    Optional("ranks_per_batch", &Plan::ranks_per_batch,
+             "Ranks that work on the same tokens together: along tensor parallelism, say.")
+        .AtLeast(1),
     Optional("mesh", &Plan::mesh, "Outermost first."),
     Required("cluster", &Plan::cluster, "Costs are computed from it when no other is given."),
     Required("strategy", &Plan::strategy, "What the plan was made by."),

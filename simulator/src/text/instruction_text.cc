@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/memory_history.h"
 
 namespace shardplan {
@@ -39,6 +40,20 @@ std::string InstructionText(const Plan& plan, const Instruction& instruction) {
     return text + " " + plan.events[static_cast<std::size_t>(instruction.event)];
   }
   return text;
+}
+
+const OperatorEvent* ModelCollectiveAt(const Plan& plan, const Instruction& instruction, std::int32_t entry) {
+  if (entry < 0 || !DescriptionOf(instruction.kind).segment) return nullptr;
+  const Segment& segment = plan.segments[static_cast<std::size_t>(instruction.segment)];
+  const auto* op = std::get_if<OperatorEvent>(&segment.entries[static_cast<std::size_t>(entry)]);
+  return op != nullptr && op->collective ? op : nullptr;
+}
+
+std::string EntryText(const Plan& plan, const Instruction& instruction, std::int32_t entry) {
+  const OperatorEvent* op = ModelCollectiveAt(plan, instruction, entry);
+  if (op == nullptr) return InstructionText(plan, instruction);
+  return fmt::format("{} on {}", Name(op->collective->kind),
+                     plan.communicators[static_cast<std::size_t>(op->collective->communicator)].name);
 }
 
 }  // namespace internal

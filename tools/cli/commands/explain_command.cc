@@ -77,6 +77,14 @@ Result<std::vector<UnitWork>> WorkOfUnits(const Plan& plan) {
         work.all_reduce_ns += duration;
         ++work.all_reductions;
         break;
+      case CollectiveKind::kAllToAll:
+      case CollectiveKind::kBroadcast:
+      case CollectiveKind::kReduce:
+      case CollectiveKind::kGather:
+      case CollectiveKind::kScatter:
+      case CollectiveKind::kSend:
+      case CollectiveKind::kReceive:
+        break;  // the model's own alone
     }
   }
   for (std::size_t u = 0; u < works.size(); ++u) {

@@ -388,7 +388,8 @@ struct Plan {
   Digests digests;
   std::vector<KnownFault> known_faults;  // a plan that verifies has none
   std::int64_t world_size = 1;
-  std::int64_t tokens_per_step = 0;  // of one rank
+  std::int64_t tokens_per_step = 0;  // that one rank works on
+  std::int64_t ranks_per_batch = 1;  // ranks that work on the same ones together (tensor parallelism)
   std::vector<StrategyMeshDim> mesh;
   Cluster cluster;  // costs are computed from it when no other is given
   Strategy strategy;
