@@ -16,10 +16,10 @@
 namespace shardplan::test {
 namespace {
 
-constexpr std::int64_t kWhole = 1'000'000;
+constexpr std::int64_t kWholeLink = 1'000'000;
 
 CollectiveCost Modelled(const Cluster& cluster, CollectiveKind kind, const Communicator& communicator,
-                        std::int64_t bytes, std::int64_t busiest_ppm = kWhole) {
+                        std::int64_t bytes, std::int64_t busiest_ppm = kWholeLink) {
   const auto model = MakeCostModel(cluster);
   const Result<CollectiveCost> cost = CostOf(*model, cluster, kind, communicator, bytes, busiest_ppm);
   EXPECT_TRUE(cost.has_value()) << ToString(cost.error());
@@ -36,17 +36,17 @@ TEST(Movements, EveryRankSendsEachOtherItsPartAtOnce) {
     // 7 of 8 parts at a byte a nanosecond, and a step for each.
     const CollectiveCost inside = Modelled(cluster, kind, {.size = 8}, 8'000);
     EXPECT_EQ(inside.duration_ns.value, 7'000 + 7 * 10) << Name(kind);
-    EXPECT_EQ(inside.loads, (LinkLoads{{kWhole, 0}}));
+    EXPECT_EQ(inside.loads, (LinkLoads{{kWholeLink, 0}}));
     EXPECT_EQ(inside.source, "alpha-beta nvlink");
     // 56 of 64 parts go to other nodes, each rank's through its own adapter; 7 stay, and take an eightieth.
     const CollectiveCost across = Modelled(cluster, kind, {.size = 64}, 64'000);
     EXPECT_EQ(across.duration_ns.value, 560'000 + 7 * 10 + 7 * 1'000) << Name(kind);
-    EXPECT_EQ(across.loads, (LinkLoads{{12'500, kWhole}}));
+    EXPECT_EQ(across.loads, (LinkLoads{{12'500, kWholeLink}}));
     EXPECT_EQ(across.source, "alpha-beta network");
     // One rank in each node: nothing stays.
     const CollectiveCost apart = Modelled(cluster, kind, {.size = 8, .stride = 8}, 8'000);
     EXPECT_EQ(apart.duration_ns.value, 70'000 + 7 * 1'000) << Name(kind);
-    EXPECT_EQ(apart.loads, (LinkLoads{{0, kWhole}}));
+    EXPECT_EQ(apart.loads, (LinkLoads{{0, kWholeLink}}));
   }
 }
 
@@ -62,7 +62,7 @@ TEST(Movements, TheSlowerLinkOfAnExchangeIsWhollyUsed) {
   cluster.links[1].bytes_per_second = 4'000'000'000;
   const CollectiveCost cost = Modelled(cluster, CollectiveKind::kAllToAll, {.size = 16}, 16'000);
   EXPECT_EQ(cost.duration_ns.value, 7'000 + 7 * 10 + 1'000);  // 8 parts at 4 bytes/ns are 2,000
-  EXPECT_EQ(cost.loads, (LinkLoads{{kWhole, 285'714}}));
+  EXPECT_EQ(cost.loads, (LinkLoads{{kWholeLink, 285'714}}));
 }
 
 TEST(Movements, AChainMovesTheWholeTensorOnce) {
@@ -72,7 +72,7 @@ TEST(Movements, AChainMovesTheWholeTensorOnce) {
     // 8 adapters a node; 56 steps in nodes, 7 between them.
     const CollectiveCost across = Modelled(cluster, kind, {.size = 64}, 64'000);
     EXPECT_EQ(across.duration_ns.value, 80'000 + 56 * 10 + 7 * 1'000) << Name(kind);
-    EXPECT_EQ(across.loads, (LinkLoads{{800'000, kWhole}}));
+    EXPECT_EQ(across.loads, (LinkLoads{{800'000, kWholeLink}}));
   }
   // NCCL's protocols hold for chains, too, and its trees do not.
   cluster.links[0].protocols = {{"LL", Nanoseconds{1}, 500'000}};
@@ -87,11 +87,11 @@ TEST(Movements, ASendMovesTheWholeMessageOverOneLink) {
   for (const CollectiveKind kind : kSends) {
     const CollectiveCost inside = Modelled(cluster, kind, {.size = 4}, 8'000);
     EXPECT_EQ(inside.duration_ns.value, 8'000 + 10) << Name(kind);
-    EXPECT_EQ(inside.loads, (LinkLoads{{kWhole, 0}}));
+    EXPECT_EQ(inside.loads, (LinkLoads{{kWholeLink, 0}}));
     for (const Communicator& across : {Communicator{.size = 64}, {.size = 8, .stride = 8}}) {
       const CollectiveCost cost = Modelled(cluster, kind, across, 8'000);
       EXPECT_EQ(cost.duration_ns.value, 80'000 + 1'000) << Name(kind);
-      EXPECT_EQ(cost.loads, (LinkLoads{{0, kWhole}}));
+      EXPECT_EQ(cost.loads, (LinkLoads{{0, kWholeLink}}));
     }
   }
 }
@@ -113,15 +113,15 @@ TEST(Movements, TheBusiestRankSaysHowLongAnExchangeTakes) {
   const auto duration = [&](std::int64_t bytes, std::int64_t busiest_ppm) {
     return Modelled(cluster, CollectiveKind::kAllToAll, {.size = 8}, bytes, busiest_ppm).duration_ns;
   };
-  EXPECT_EQ(duration(8'000, 2 * kWhole), duration(16'000, kWhole));
+  EXPECT_EQ(duration(8'000, 2 * kWholeLink), duration(16'000, kWholeLink));
   EXPECT_EQ(duration(8'000, 1'250'000).value, 8'750 + 70);
   // So does a table: at the size that the busiest rank moves.
   cluster.collectives = {{.kind = CollectiveKind::kAllToAll,
                           .ranks = 8,
                           .link = "nvlink",
                           .points = Points({{8'000, 100}, {16'000, 300}})}};
-  EXPECT_EQ(duration(8'000, kWhole).value, 100);
-  EXPECT_EQ(duration(8'000, 2 * kWhole).value, 300);
+  EXPECT_EQ(duration(8'000, kWholeLink).value, 100);
+  EXPECT_EQ(duration(8'000, 2 * kWholeLink).value, 300);
 }
 
 // H100, all_to_all inside a node: what XLA's performance table of NCCL (Apache-2.0,
@@ -161,16 +161,16 @@ Nanoseconds CheckGrowth(Cluster cluster, CollectiveKind kind, std::int64_t ranks
   for (std::int64_t bytes = 1; bytes < (std::int64_t{1} << 36); bytes += 1 + bytes * 3) {
     const CollectiveCost cost = Modelled(cluster, kind, {.size = ranks}, bytes);
     EXPECT_GE(cost.duration_ns, smaller) << bytes;
-    EXPECT_EQ(std::ranges::max(cost.loads.ppm), kWhole);
+    EXPECT_EQ(std::ranges::max(cost.loads.ppm), kWholeLink);
     EXPECT_GE(std::ranges::min(cost.loads.ppm), 0);
     smaller = cost.duration_ns;
   }
   return smaller;
 }
 
-// Kinds x placements on random machines. An adapter is at most half as fast as the links inside a node, and a
-// step between nodes takes longer than all of them inside: otherwise both links together are sooner done with
-// an exchange than one alone.
+// Kinds x placements on random machines whose network is the narrow part. An adapter has at most half the
+// rate of the links inside a node, and a step between nodes takes longer than all steps inside. Otherwise two
+// links may be done with an exchange sooner than one.
 TEST(Movements, GrowWithBytesAndNodesAndNeverOverloadALink) {
   for (std::uint64_t seed = 1; seed <= 8; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));

@@ -9,12 +9,14 @@
 // of PAT, are those of NCCL's own tuning model; the latencies are the links'. NCCL takes what it expects to
 // be fastest, and so does this.
 //
-// A broadcast and a reduce are a ring that begins at the root: all of the tensor has to leave it or reach it
-// (nccl-tests, PERFORMANCE.md: bus bandwidth = size / time), and its pieces follow each other through the
-// ranks (NCCL, device/broadcast.h). An all_to_all, a gather and a scatter are sends and receives of a rank
-// with each other one (NCCL, enqueue.cc): to the ranks of its node over the first link, to the others through
-// its own adapter, both at the same time. They begin in the rounds of NCCL's schedule, which goes from node
-// to node and in a node from rank to rank (init.cc). Of a gather and a scatter that rank is the root.
+// A broadcast and a reduce are a ring that begins at the root. All of the tensor has to leave it or reach it
+// (nccl-tests, PERFORMANCE.md: bus bandwidth = size / time). Its pieces follow each other through the ranks
+// (NCCL, device/broadcast.h).
+//
+// An all_to_all is a send and a recv of each rank with each other one (NCCL, enqueue.cc). They go to the
+// ranks of its node over the first link, and at the same time to the others through its own adapter. They
+// begin in the rounds of NCCL's schedule, from node to node and in a node from rank to rank (init.cc). The
+// root of a gather and a scatter has the same sends or recvs.
 #include "cost/collective_model.h"
 
 #include <algorithm>

@@ -14,7 +14,7 @@ Result<CollectiveCost> ModelledCollective(const Cluster& cluster, const Collecti
 LinkLoads ModelledLoads(const Cluster& cluster, const CollectiveRequest& request,
                         const GroupPlacement& place);
 
-// What the busiest rank moves, as the size of a collective in which all move as much.
+// The size of the collective, if every rank moved as much as the busiest one.
 Bytes BusiestBytes(const CollectiveRequest& request);
 
 }  // namespace shardplan::internal

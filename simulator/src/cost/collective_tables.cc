@@ -120,8 +120,8 @@ class RankFit {
     return IsOfParts(kind) ? Bytes{internal::MulDiv(size.value, ranks, base)} : size;
   }
 
-  // One or two numbers of ranks to compare with: the nearest on both sides, else the two nearest. Of whole
-  // tensors the nearest one alone.
+  // One or two numbers of ranks to compare with: the nearest on both sides, else the two nearest. One for
+  // whole tensors, the nearest.
   std::vector<std::int64_t> Bases(CollectiveKind kind, std::int64_t ranks) const {
     const std::vector<std::int64_t> all = tables_.Ranks(kind, ranks);
     if (all.size() <= 1) return all;

@@ -146,7 +146,7 @@ std::int64_t RateAtTheEnd(const CollectiveTable& table) {
   const std::int64_t time = (last.duration_ns - before.duration_ns).value;
   if (time <= 0) return 0;
   const std::int64_t bytes = (last.full_tensor_bytes - before.full_tensor_bytes).value;
-  // Of an all_reduce by a switch the tensor, and a rank's part of it.
+  // A switch that reduces lets each rank send the tensor and its part of the result.
   const bool reduces = DescriptionOf(table.kind).movement == CollectiveMovement::kRingTwice;
   const std::int64_t moved =
       internal::MulDiv(bytes, reduces ? table.ranks + 1 : table.ranks - 1, table.ranks);

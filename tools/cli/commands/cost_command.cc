@@ -198,7 +198,7 @@ Cluster WithoutCollective(std::span<const CollectiveMeasurement> rows, const Col
   return cluster;
 }
 
-// Those of nccl-tests that have a cost.
+// Programs of nccl-tests whose collective has a cost.
 std::vector<std::string> ProgramNames() {
   std::vector<std::string> names;
   for (const CollectiveDescription& is : kCollectiveKinds) {

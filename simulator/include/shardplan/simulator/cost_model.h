@@ -59,8 +59,7 @@ struct CollectiveRequest {
   CollectiveKind kind = CollectiveKind::kAllGather;
   std::int64_t ranks = 1;
   std::span<const GroupPlacement> placements;  // of its groups, at least one
-  // The whole tensor: output of an all_gather, input of a reduce_scatter, tensor of an all_reduce.
-  Bytes full_tensor_bytes;
+  Bytes full_tensor_bytes;                     // of what: CollectiveDescription::size
   std::int64_t busiest_ppm = 1'000'000;  // all_to_all: what the busiest rank moves, of full_tensor_bytes
 };
 
