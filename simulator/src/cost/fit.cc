@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/collective_kinds.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/measurements.h"
 
@@ -145,16 +146,24 @@ std::int64_t RateAtTheEnd(const CollectiveTable& table) {
   const std::int64_t time = (last.duration_ns - before.duration_ns).value;
   if (time <= 0) return 0;
   const std::int64_t bytes = (last.full_tensor_bytes - before.full_tensor_bytes).value;
-  const bool reduces = table.kind == CollectiveKind::kAllReduce;
+  // A switch that reduces lets each rank send the tensor and its part of the result.
+  const bool reduces = DescriptionOf(table.kind).movement == CollectiveMovement::kRingTwice;
   const std::int64_t moved =
       internal::MulDiv(bytes, reduces ? table.ranks + 1 : table.ranks - 1, table.ranks);
   return internal::MulDiv(moved, 1'000'000'000, time);
 }
 
-std::vector<CollectiveTable> TablesInsideNodes(const Cluster& cluster) {
+// Kinds that say what the links do: rings. The others are answered by their own tables.
+bool SaysLink(CollectiveKind kind) {
+  const CollectiveMovement movement = DescriptionOf(kind).movement;
+  return movement == CollectiveMovement::kRing || movement == CollectiveMovement::kRingTwice;
+}
+
+std::vector<CollectiveTable> RingsInsideNodes(const Cluster& cluster) {
   std::vector<CollectiveTable> tables;
   for (const CollectiveTable& table : cluster.collectives) {
-    if (table.link == cluster.links[0].name && table.ranks > 1 && !table.points.empty())
+    if (SaysLink(table.kind) && table.link == cluster.links[0].name && table.ranks > 1 &&
+        !table.points.empty())
       tables.push_back(table);
   }
   return tables;
@@ -163,7 +172,7 @@ std::vector<CollectiveTable> TablesInsideNodes(const Cluster& cluster) {
 // The largest number of ranks is nearest to those that nobody measured. The latency of a step is what small
 // tensors take more with more ranks, whatever protocol they take, and the rest is paid once.
 void FitInnerLink(Cluster& cluster) {
-  const std::vector<CollectiveTable> tables = TablesInsideNodes(cluster);
+  const std::vector<CollectiveTable> tables = RingsInsideNodes(cluster);
   std::int64_t most = 0;
   for (const CollectiveTable& table : tables) most = std::max(most, table.ranks);
   std::vector<std::int64_t> rates, steps, once;
@@ -277,11 +286,9 @@ class Fit {
     std::int64_t most = 0;
     for (const CollectiveMeasurement& row : rows) {
       const GroupPlacement place = PlaceTable(cluster, row.ranks, row.nodes, row.concurrent_groups);
-      if (!PlannedKind(row.kind)) {
-        ++out[fmt::format("{}, which no plan has", Name(row.kind))];
-      } else if (LinkOf(place) >= cluster.links.size()) {
+      if (LinkOf(place) >= cluster.links.size()) {
         ++out[fmt::format("{} nodes: the cluster has no link between nodes", place.nodes)];
-      } else if (place.nodes == 1) {
+      } else if (place.nodes == 1 && SaysLink(row.kind)) {
         inside = true;
         most = std::max(most, row.ranks);
       }
@@ -316,7 +323,7 @@ class Fit {
     if (cluster.links.empty()) return;
     const Link before = cluster.links[0];
     bool largest = inside;
-    for (const CollectiveTable& table : TablesInsideNodes(cluster)) largest &= table.ranks <= most;
+    for (const CollectiveTable& table : RingsInsideNodes(cluster)) largest &= table.ranks <= most;
     if (largest) FitInnerLink(cluster);
     const Link& link = cluster.links[0];
     if (link == before) {
@@ -379,10 +386,9 @@ std::vector<CollectiveTable> FitCollectiveTables(std::span<const CollectiveMeasu
   std::vector<CollectiveTable> tables;
   std::vector<SamplesBySize> samples;
   for (const CollectiveMeasurement& row : rows) {
-    const std::optional<CollectiveKind> kind = PlannedKind(row.kind);
     const GroupPlacement place = PlaceTable(cluster, row.ranks, row.nodes, row.concurrent_groups);
-    if (!kind || (!cluster.links.empty() && LinkOf(place) >= cluster.links.size())) continue;
-    CollectiveTable table{.kind = *kind,
+    if (!cluster.links.empty() && LinkOf(place) >= cluster.links.size()) continue;
+    CollectiveTable table{.kind = row.kind,
                           .ranks = row.ranks,
                           .concurrent_groups = place.concurrent_groups,
                           .link = cluster.links.empty() ? "" : cluster.links[LinkOf(place)].name,
