@@ -14,11 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
 
 from shardplan.tracer import compiled, document, record, source as sources, stand_ins
 from shardplan.tracer.attention import device_attention
@@ -32,13 +27,13 @@ from shardplan.tracer.module_tree import ModuleTree, move_to_fake_cuda
 from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.places import one_line, place
 from shardplan.tracer.progress import Progress
-from shardplan.tracer.recorder import ANSWERED, Answers
+from shardplan.tracer.recorder import ANSWERED, CANNOT_FAKE, Answers
 from shardplan.tracer.recurrent import device_recurrent
+from shardplan.tracer.routing import Routing
 from shardplan.tracer.transformers_masks import as_in_a_step
 from shardplan.tracer.user_code import on_a_gpu
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-_CANNOT_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
 @dataclass
@@ -65,6 +60,7 @@ class Options:
     mark_inputs: bool = True
     # Values that a module reads, by its FQN (docs/internals/tracer.md).
     answers: dict[str, list[float]] = field(default_factory=dict)
+    routing: str = ""  # "balanced" or a file of shares (routing.py); "": not known
     # Functions by dotted name; None: no shipped one (stand_ins.load).
     stand_ins: dict[str, Callable | None] = field(default_factory=dict)
     keep_output: bool = False  # the training loop keeps a name for the model's output until the backward is over
@@ -79,6 +75,7 @@ _ANSWER = (
     'say what it reads with --answer FQN=VALUE, or put a stand-in of the same name in its place '
     '(docs/internals/tracer.md, "Values")'
 )
+_ROUTING = "where it follows from the experts of tokens: --routing balanced, or --routing FILE.csv"
 _STAND_IN = 'put a stand-in of the same name in its place (docs/internals/tracer.md, "Values")'
 
 
@@ -227,7 +224,7 @@ def _trace_groups(
     return _document(
         step,
         options,
-        Answers(options.answers),
+        Answers(options.answers, Routing.of(options.routing)),
         progress,
         options.name or source.rpartition(":")[2],
         source,
@@ -271,7 +268,7 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
 
     model = huggingface.HuggingFaceModel(path, options.images)
     dtype = DTYPES[options.dtype or "bfloat16"]
-    answers = Answers(options.answers)
+    answers = Answers(options.answers, Routing.of(options.routing))
     with _recording(options):
         progress("building the module")
         with torch.device("cuda"):
@@ -322,9 +319,11 @@ def _document(
         raise
     except CollectiveProblem as error:
         raise TracerError(f"{error}{place(error, step.module)}") from error
-    except _CANNOT_FAKE as error:
+    except CANNOT_FAKE as error:
         answered = any(str(operator) in str(error) for operator in ANSWERED)
         way_out = _ANSWER if answered else _STAND_IN
+        if answers.routing.choosers and not answers.routing.is_known:
+            way_out = f"{_ROUTING}. Else {way_out}"
         raise TracerError(f"{_READS_VALUE}{place(error, step.module)}: {one_line(error)}; {way_out}") from error
     except Exception as error:
         if ENGINE_WITHOUT_DEVICE in str(error):
@@ -350,6 +349,10 @@ def _document(
             raise UsageProblem(f"{flag} {unused[0]}: the model communicates along no dimension of that name")
     if unused := sorted(answers.by_module.keys() - answers.used):
         raise UsageProblem(f"--answer {unused[0]}=...: no value is read there")
+    if options.routing:
+        if not answers.routing.choosers:
+            raise UsageProblem(f"--routing {options.routing}: the model chooses no experts (by a top-k)")
+        notes = [*notes, f"routing {answers.routing.name}"]
     if stood_in := stand_ins.called():
         notes = [*notes, f"stand-ins {', '.join(stood_in)}"]
     recorded_with = "; ".join([f"torch {torch.__version__.split('+')[0]}", f"attention {options.sdpa}", *notes])
