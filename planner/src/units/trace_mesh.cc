@@ -74,13 +74,39 @@ Result<std::vector<StrategyMeshDim>> MeshAround(const std::vector<PlacedDim>& pl
   return dims;
 }
 
+std::vector<std::string> DimsOf(const Parameter& parameter, const std::vector<std::string>& data) {
+  std::vector<std::string> dims = data;
+  for (const ParameterPlacement& placement : parameter.placements) std::erase(dims, placement.mesh_dim);
+  return dims;
+}
+
+// Before 2.15 a unit has one mesh: modules whose own parameters are on another one are units of their own.
+void AddUnitsOfOtherMeshes(const Trace& trace, const std::vector<std::string>& data, Strategy& strategy) {
+  std::map<std::vector<std::string>, std::vector<std::string>> by_dims;  // modules
+  for (const Module& module : trace.modules) {
+    if (module.parameters.empty() || !module.same_module_as.empty()) continue;
+    const auto dims = [&](const NamedParameter& named) {
+      return DimsOf(trace.parameters[static_cast<std::size_t>(named.parameter)], data);
+    };
+    const std::vector<std::string> first = dims(module.parameters.front());
+    if (first.size() == data.size()) continue;
+    const bool alike = std::ranges::all_of(module.parameters,
+                                           [&](const NamedParameter& named) { return dims(named) == first; });
+    if (alike) by_dims[first].push_back(module.fqn);
+  }
+  std::vector<UnitRule> rules;
+  for (const auto& [dims, modules] : by_dims) {
+    rules.push_back({.modules = modules, .data_parallel = DataParallelDims{.shard = dims, .replicate = {}}});
+  }
+  strategy.units.insert(strategy.units.begin(), rules.begin(), rules.end());
+}
+
 // Adds the meshes of parameters that lie on some of FSDP's dimensions to a unit's rule.
 void AddParameterMeshes(const Trace& trace, const std::vector<std::string>& data, UnitRule& rule) {
   if (rule.data_parallel || !rule.parameter_meshes.empty()) return;
   std::map<std::vector<std::string>, std::vector<std::string>> by_dims;  // parameters
   for (const Parameter& parameter : trace.parameters) {
-    std::vector<std::string> dims = data;
-    for (const ParameterPlacement& placement : parameter.placements) std::erase(dims, placement.mesh_dim);
+    const std::vector<std::string> dims = DimsOf(parameter, data);
     if (dims.size() < data.size()) by_dims[dims].push_back(parameter.fqn);
   }
   for (const auto& [dims, parameters] : by_dims) {
@@ -105,7 +131,11 @@ Result<Strategy> WithMeshOf(const Trace& trace, Strategy strategy, std::int64_t 
   }
   strategy.data_parallel = data;
   if (strategy.units.empty()) strategy.units = DefaultUnits(trace);
-  for (UnitRule& rule : strategy.units) AddParameterMeshes(trace, data.shard, rule);
+  if (strategy.pytorch.value_or(kNewestPyTorch) < PyTorchVersion::k2_15) {
+    AddUnitsOfOtherMeshes(trace, data.shard, strategy);
+  } else {
+    for (UnitRule& rule : strategy.units) AddParameterMeshes(trace, data.shard, rule);
+  }
   return strategy;
 }
 

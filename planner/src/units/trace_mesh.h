@@ -19,7 +19,8 @@ namespace shardplan {
 //   64 ranks, ep = 8        mesh {shard: 8, ep: 8}    dense over shard, ep    experts over shard
 //   64 ranks, tp = 8        mesh {shard: 8, tp: 8}    all over shard
 //
-// Parameters of two meshes in one unit are two of its parameter groups (ShardPlacementResult of 2.15).
+// Parameters of two meshes in one unit are two of its parameter groups (ShardPlacementResult of 2.15). Before
+// 2.15 the modules that have the experts are units of their own.
 
 // The fsdp2 strategy with mesh, data_parallel and the parameters' own meshes in its units; as it is, where it
 // has a mesh, or no parameter lies on a dimension. kBadInput: the trace does not say where a dimension lies,

@@ -13,6 +13,7 @@
 #include "cost/optimizer_cost.h"
 #include "engine/host_order.h"
 #include "engine/model_streams.h"
+#include "engine/segment_parts.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/engine.h"
@@ -93,87 +94,51 @@ class Lowering {
     }
   }
 
-  // A part of a segment with collectives of the model: the first of its entries, and what stands there: a run
-  // of operators (index into EngineProgram::segments), or a collective or a wait for one (-1).
-  struct SegmentPart {
-    std::int32_t entry = -1;
-    std::int32_t run = -1;
-    Bytes size_bytes;     // a collective: the tensor, or all of its group
-    bool joined = false;  // ... it is in the kernel that the first of its group is
+  // A segment that collectives of the model cut: its parts, and where its runs begin in
+  // EngineProgram::segments.
+  struct CutSegment {
+    std::vector<internal::SegmentPart> parts;
+    std::int32_t first_run = 0;
   };
 
-  void CutSegment(std::int32_t s) {
+  void Cut(std::int32_t s) {
+    std::vector<internal::SegmentPart> parts = internal::PartsOf(At(plan_.segments, s));
+    if (parts.empty()) return;
+    const auto first_run = static_cast<std::int32_t>(program_.segments.size());
     EngineSegment run{program_.segments[static_cast<std::size_t>(s)].first, 0, s};
-    std::vector<SegmentPart> parts;
-    std::int32_t run_entry = -1;
-    const auto end_run = [&] {
+    const std::vector<SegmentEntry>& entries = At(plan_.segments, s).entries;
+    for (const internal::SegmentPart& part : parts) {
+      run.count = part.operators;
       if (run.count > 0) {
         SetLags(run);
-        parts.push_back({.entry = run_entry, .run = static_cast<std::int32_t>(program_.segments.size())});
         program_.segments.push_back(run);
       }
-      run = {run.first + run.count, 0, s};
-    };
-    const std::vector<SegmentEntry>& entries = At(plan_.segments, s).entries;
-    for (std::int32_t e = 0; e < std::ssize(entries); ++e) {
-      const SegmentEntry& entry = entries[static_cast<std::size_t>(e)];
-      const auto* op = std::get_if<OperatorEvent>(&entry);
-      if (op != nullptr && !op->collective) {
-        if (run.count++ == 0) run_entry = e;
-      } else if (op != nullptr || std::holds_alternative<CollectiveWaitEvent>(entry)) {
-        end_run();
-        parts.push_back({.entry = e});
-        if (op != nullptr) ++run.first;
-      }
+      // A collective has a place among the operators, too.
+      const bool collective = run.count == 0 && std::holds_alternative<OperatorEvent>(
+                                                    entries[static_cast<std::size_t>(part.entry)]);
+      run.first += collective ? 1 : run.count;
     }
-    end_run();
-    JoinTransfers(entries, parts);
-    parts_of_.emplace(s, std::move(parts));
-  }
-
-  // NCCL runs the sends and receives of a group as one kernel, both directions at once.
-  static void JoinTransfers(const std::vector<SegmentEntry>& entries, std::vector<SegmentPart>& parts) {
-    struct Group {
-      SegmentPart* first = nullptr;
-      Bytes sent, received;
-    };
-    std::map<std::int32_t, Group> groups;
-    for (SegmentPart& part : parts) {
-      const auto* op = std::get_if<OperatorEvent>(&entries[static_cast<std::size_t>(part.entry)]);
-      if (part.run >= 0 || op == nullptr) continue;
-      part.size_bytes = op->collective->size_bytes;
-      const bool sends = op->collective->kind == CollectiveKind::kSend;
-      if (op->collective->batch < 0 || (!sends && op->collective->kind != CollectiveKind::kReceive)) continue;
-      Group& group = groups[op->collective->batch];
-      (sends ? group.sent : group.received) += op->collective->size_bytes;
-      part.joined = group.first != nullptr;
-      if (group.first == nullptr) group.first = &part;
-    }
-    for (const auto& [batch, group] : groups) group.first->size_bytes = std::max(group.sent, group.received);
+    cuts_.emplace(s, CutSegment{std::move(parts), first_run});
   }
 
   Status LowerSegments() {
     program_.segments.reserve(plan_.segments.size());
     program_.segment_flops.resize(plan_.segments.size());
-    std::vector<std::int32_t> communicating;
     std::size_t entries = 0;
     for (const Segment& segment : plan_.segments) entries += segment.entries.size();
     program_.operators.reserve(entries);
     for (const Segment& segment : plan_.segments) {
       EngineSegment lowered{static_cast<std::int32_t>(program_.operators.size()), 0,
                             static_cast<std::int32_t>(program_.segments.size())};
-      bool communicates = false;
       Nanoseconds in_all;
       for (const SegmentEntry& entry : segment.entries) {
         const auto* event = std::get_if<OperatorEvent>(&entry);
         if (event == nullptr) {
           const auto* born = std::get_if<AllocateEvent>(&entry);
           program_.recomputes |= born != nullptr && born->role == StorageRole::kRecompute;
-          communicates |= std::holds_alternative<CollectiveWaitEvent>(entry);
           continue;
         }
         if (event->collective) {  // LowerModelCollective has its cost
-          communicates = true;
           program_.operators.push_back({});
           ++lowered.count;
           continue;
@@ -188,9 +153,8 @@ class Lowering {
       }
       SetLags(lowered);
       program_.segments.push_back(lowered);
-      if (communicates) communicating.push_back(lowered.of);
     }
-    for (const std::int32_t s : communicating) CutSegment(s);
+    for (std::int32_t s = 0; s < std::ssize(plan_.segments); ++s) Cut(s);
     operator_costs_.ForEachKind([&](const OperatorEvent& event, const internal::OperatorFacts& facts) {
       if (event.duration_ns.value >= 0 || facts.matmul_flops == 0) return;
       const std::vector<ComputeRate>& rates = cluster_.device.matmul;
@@ -338,7 +302,7 @@ class Lowering {
     switch (DescriptionOf(instruction.kind).family) {
       case InstructionFamily::kCompute:
         LowerCompute(instruction, lowered);
-        if (parts_of_.contains(instruction.segment)) return LowerParts(instruction, lowered, origin);
+        if (cuts_.contains(instruction.segment)) return LowerParts(instruction, lowered, origin);
         break;
       case InstructionFamily::kOrder:
         LowerOrder(instruction, lowered);
@@ -423,12 +387,13 @@ class Lowering {
     whole.phase = static_cast<std::uint16_t>(step_.phases.size() - 1);
     const std::vector<SegmentEntry>& entries = At(plan_.segments, instruction.segment).entries;
     std::int32_t done = -1;  // record of the collective that was issued last
-    for (const SegmentPart& part : parts_of_.at(instruction.segment)) {
+    const CutSegment& cut = cuts_.at(instruction.segment);
+    whole.operand = cut.first_run;
+    for (const internal::SegmentPart& part : cut.parts) {
       origin.entry = part.entry;
-      if (part.run >= 0) {
-        EngineInstruction run = whole;
-        run.operand = part.run;
-        Append(run, origin);
+      if (part.operators > 0) {
+        Append(whole, origin);
+        ++whole.operand;
         continue;
       }
       const SegmentEntry& entry = entries[static_cast<std::size_t>(part.entry)];
@@ -653,8 +618,8 @@ class Lowering {
   std::vector<std::int32_t> issued_to_;                  // collectives, by communicator
   std::map<std::tuple<CommunicatorId, CollectiveKind, std::int64_t, std::int64_t>, KnownCollective>
       known_collectives_;
-  std::vector<CommunicatorId> model_communicators_;         // in the order of their streams
-  std::map<SegmentId, std::vector<SegmentPart>> parts_of_;  // of segments with collectives of the model
+  std::vector<CommunicatorId> model_communicators_;  // in the order of their streams
+  std::map<SegmentId, CutSegment> cuts_;
   std::map<std::int32_t, std::int32_t> works_;  // asynchronous ones that were issued last: slots of records
   std::vector<std::string> sources_;            // of costs: the different ones
   std::map<std::tuple<CollectiveKind, CommunicatorId, std::int32_t>, std::int32_t> group_of_;

@@ -137,7 +137,7 @@ def figures(document, machines, alone):
         ),
         "host_ns": sums["host"],
         "host_work_ns": sums["host_work"],
-        "streams": [(s["name"], sums["busy", i], sums["operations", i]) for i, s in enumerate(plan["streams"])],
+        "streams": [(s["name"], sums["busy", i], sums["operations", i]) for i, s in enumerate(document.streams)],
         "collectives": sorted(
             (
                 kind, plan["communicators"][group]["name"], source, sums["busy", (kind, group, source)],

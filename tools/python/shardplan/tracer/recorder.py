@@ -24,6 +24,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardplan.tracer import collectives, operators
+from shardplan.tracer.communicators import Communicators
+from shardplan.tracer.exchanges import Exchanges, functional_collectives, watched
 from shardplan.tracer.fused import Kernel, View, is_generated
 from shardplan.tracer.local_tensors import is_wrapper, local
 from shardplan.tracer.operators import Operator, tensors_in
@@ -95,9 +97,11 @@ class Recorder(TorchDispatchMode):
         fqns: list[str] | None = None,
         kernels_of: str = "",
         compiles: bool = False,
+        communicators: Communicators | None = None,
     ):
         """compiles: torch.compile works in front of it. Else it runs what is compiled as written."""
         super().__init__()
+        self.exchanges = Exchanges(communicators or Communicators())
         self._compiles = compiles
         self._random_state = _place_of_random_state(kernels_of)
         self.answers = answers or Answers()
@@ -230,6 +234,7 @@ class Recorder(TorchDispatchMode):
     def _death(self, address: int, record: StorageRecord) -> None:
         if self._live.get(address) is record:
             del self._live[address]
+            self.exchanges.forget(address)
             self._references.pop(address, None)
         if self._pending is not None and self._pending[0] is record:
             self._settle(in_place=True)
@@ -249,8 +254,12 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(is_wrapper, types)):
             return NotImplemented  # it calls operators on this rank's part
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if func in _WAITS:
+            for tensor in tensors_in(args[0], []):
+                self.waited(self.exchanges.of_tensor(tensor))
             return args[0]  # a copy on fake tensors alone
+        if func.namespace == "_c10d_functional" and func._overloadpacket.__name__ == _WRAP:
+            return functional_collectives().AsyncCollectiveTensor(args[0])  # a copy on fake tensors alone
         if func is aten._local_scalar_dense.default and self.answers.scalar is not None:
             return self.answers.scalar
         out = None
@@ -324,9 +333,9 @@ class Recorder(TorchDispatchMode):
         for _, record in fresh:
             self._announce(record, module)
         if not operator.allocate_only:
-            self._operator_event(operator, args, kwargs, out, outputs, module)
+            self._operator_event(func, operator, args, kwargs, out, outputs, module)
 
-    def _operator_event(self, operator: Operator, args, kwargs, out, outputs: list, module: int) -> None:
+    def _operator_event(self, func, operator: Operator, args, kwargs, out, outputs: list, module: int) -> None:
         written = operators.written_arguments(operator, args, kwargs) if operator.mutable else outputs
         reads, writes, parameters = [], [], []
         inputs, views, seen = [], [], set()
@@ -361,10 +370,48 @@ class Recorder(TorchDispatchMode):
         by_tensors = sum(view.bytes_read for view in views), sum(size for _, size in made)
         bytes_read, bytes_written = operators.bytes_moved(operator, args, *by_tensors)
         event = ["op", operator.name, module, dtype, count, bytes_read, bytes_written, -1, reads, writes, parameters]
-        if self._kernel is not None:
+        if operator.kind:
+            self._collective_event(func, operator, event, args, kwargs, out)
+        elif self._kernel is not None:
             self._kernel.add(event, views, made)
         else:
             self.emit(event)
+
+    # ---- collectives ----
+
+    def watching_collectives(self) -> contextlib.AbstractContextManager:
+        return watched(self.exchanges, self.waited)
+
+    def waited(self, issued: list) -> None:
+        """Collectives are waited for."""
+        if self.phase == "off" or not issued:
+            return
+        if self._pending is not None:
+            self._settle(in_place=False)
+        self._end_kernel()
+        for one in issued:
+            if (event := self.exchanges.wait(one, self.events)) is not None:
+                self.emit(event)
+
+    def _collective_event(self, func, operator: Operator, event: list, args: tuple, kwargs: dict, out) -> None:
+        if operator.base == collectives.BATCH:
+            self._events_of_batch(func, event, args, kwargs, out)
+            return
+        details = self.exchanges.details(func, operator.kind, args, kwargs, out)
+        self.emit(event if details is None else [*event, details])
+        if details is not None:
+            self.exchanges.issued(func, self.events[-1], args, kwargs, out)
+
+    def _events_of_batch(self, func, event: list, args: tuple, kwargs: dict, out) -> None:
+        """One for each transfer, as torch.distributed has them."""
+        for (tensor, details), result in zip(self.exchanges.parts_of_batch(func, args, kwargs), out):
+            moved, storage = operators.touched_bytes(tensor), [self._known(tensor).id]
+            is_sent = details is None or details["kind"] == "send"
+            dtype = operators.dtype_name(tensor.dtype)
+            touched = [moved, 0, -1, storage, []] if is_sent else [0, moved, -1, [], storage]
+            self.emit([*event[:3], dtype, 0, *touched, [], *([details] if details is not None else [])])
+            if details is not None:
+                self.exchanges.issued(func, self.events[-1], args, kwargs, result)
 
     def _end_kernel(self) -> None:
         kernel, self._kernel = self._kernel, None
@@ -428,6 +475,8 @@ class Recorder(TorchDispatchMode):
         self.events.append(["op", name, *rest, [record.id], []])
 
 
+_WRAP = "_wrap_tensor_autograd"  # what a functional collective's result goes through; older releases have none
+_WAITS = frozenset((torch.ops._c10d_functional.wait_tensor.default, torch.ops._c10d_functional.wait_tensors.default))
 ANSWERED = frozenset(
     (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.index.Tensor)
 )

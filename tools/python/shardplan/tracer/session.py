@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import (
 
 from shardplan.tracer import compiled, document, record, source as sources, stand_ins
 from shardplan.tracer.attention import device_attention
-from shardplan.tracer.collectives import UnknownCollective
+from shardplan.tracer.batch_dimensions import BatchDimensions
+from shardplan.tracer.collectives import CollectiveProblem
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
 from shardplan.tracer.fake_meshes import fake_meshes
@@ -67,6 +68,8 @@ class Options:
     # Functions by dotted name; None: no shipped one (stand_ins.load).
     stand_ins: dict[str, Callable | None] = field(default_factory=dict)
     keep_output: bool = False  # the training loop keeps a name for the model's output until the backward is over
+    same_batch: list[str] = field(default_factory=list)  # mesh dimensions (batch_dimensions.py)
+    own_batch: list[str] = field(default_factory=list)
     # The release whose kernels leave tensors on the host; "": the installed one, "fake": none, as with fake tensors.
     kernels_of: str = ""
 
@@ -309,12 +312,15 @@ def _document(
     tokens: int,
     notes: list[str],
 ) -> dict:
+    batches = step.batches = BatchDimensions(options.same_batch, options.own_batch)
+    if both := sorted(set(batches.same) & set(batches.own)):
+        raise UsageProblem(f"--same-batch {both[0]} and --own-batch {both[0]} contradict each other")
     try:
         with as_in_a_step(answers):
             fields = record.record(step, options.mark_inputs, answers, progress)
     except TracerError:
         raise
-    except UnknownCollective as error:
+    except CollectiveProblem as error:
         raise TracerError(f"{error}{place(error, step.module)}") from error
     except _CANNOT_FAKE as error:
         answered = any(str(operator) in str(error) for operator in ANSWERED)
@@ -339,6 +345,9 @@ def _document(
         name for name, function in options.stand_ins.items() if function is not None and name not in stand_ins.called()
     ):
         raise UsageProblem(f"--stand-in {uncalled[0]}=...: nothing calls this function")
+    for flag, names in (("--same-batch", batches.same), ("--own-batch", batches.own)):
+        if unused := sorted(set(names) - batches.used):
+            raise UsageProblem(f"{flag} {unused[0]}: the model communicates along no dimension of that name")
     if unused := sorted(answers.by_module.keys() - answers.used):
         raise UsageProblem(f"--answer {unused[0]}=...: no value is read there")
     if stood_in := stand_ins.called():
@@ -352,4 +361,9 @@ def _document(
         "compute_dtype": dtype_name(dtype),
         "tokens_per_batch": tokens,
     }
+    if fields["world_size"] == 1:
+        del fields["world_size"]
+    for name in ("same_batch", "communicators"):
+        if not fields[name]:
+            del fields[name]
     return {**head, **fields}

@@ -28,11 +28,12 @@ def annotated_placements(parameters: dict[str, torch.Tensor]) -> dict[str, list[
         return {}
     import spmd_types as spmd
 
+    meshes = known_meshes()
     tensor_axes = {axis for found in types.values() for axis, kind in found.items() if kind is not spmd.R}
     names: dict = {}
     return {
         fqn: [
-            _entry(fqn, parameters[fqn], axis, found[axis], names)
+            _entry(fqn, parameters[fqn], axis, found[axis], names, meshes)
             for axis in sorted(found.keys() & tensor_axes, key=_stride, reverse=True)
         ]
         for fqn, found in types.items()
@@ -60,11 +61,11 @@ def _stride(axis) -> int:
     return ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
 
-def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: dict) -> dict:
+def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: dict, meshes: list) -> dict:
     import spmd_types as spmd
 
     if axis not in names:
-        names[axis] = _name(axis)
+        names[axis] = _name(axis, meshes)
     if names[axis] is None:
         raise TracerError(
             f"parameter {fqn} is annotated along a group that is no dimension of the mesh: {axis} (ranks "
@@ -84,13 +85,13 @@ def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: dict) -> dict:
     return entry
 
 
-def _name(axis) -> str | None:
+def _name(axis, meshes: list) -> str | None:
     """The dimension's name in the mesh of the most dimensions that has it: the mesh that FSDP is given."""
     import spmd_types as spmd
 
     with unset_fake_temporarily():
-        for mesh in known_meshes():
-            for position, name in enumerate(mesh.mesh_dim_names):
+        for mesh in meshes:
+            for position, name in enumerate(mesh.mesh_dim_names or ()):
                 if mesh.size(position) > 1 and spmd.MeshAxis.of(mesh.get_group(name)) == axis:
                     return name
     return None
