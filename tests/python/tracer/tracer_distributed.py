@@ -425,3 +425,72 @@ def titan_dtensor(batch, seq):
 
 def titan_spmd_types(batch, seq):
     return titan(TP, "spmd_types", batch, seq)
+
+
+# ---- experts ----
+
+
+class Experts(nn.Module):
+    """Tokens go to the ranks of their experts by their counts, and come back."""
+
+    def __init__(self, ranks, experts, chosen):
+        super().__init__()
+        self.router, self.expert = nn.Linear(16, experts, bias=False), nn.Linear(16, 16, bias=False)
+        self.ranks, self.experts, self.chosen = ranks, experts, chosen
+
+    def forward(self, x):
+        _, chosen = self.router(x).topk(self.chosen, dim=-1)
+        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        there = torch.empty_like(counts)
+        dist.all_to_all_single(there, counts)
+        sent, received = (c.view(self.ranks, -1).sum(1).tolist() for c in (counts, there))
+        tokens = x[chosen.flatten().argsort() // self.chosen]
+        come = self.expert(differentiable.all_to_all_single(x.new_empty(sum(received), 16), tokens, received, sent))
+        return differentiable.all_to_all_single(x.new_empty(len(tokens), 16), come, sent, received)
+
+
+class Mixture(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)[: len(x)]
+        return x
+
+
+def experts_of_four_ranks(batch):
+    """8 experts, of which a token chooses 2."""
+    join()
+    return Mixture(Experts(TP, 8, 2) for _ in range(2)), torch.zeros(batch, 16)
+
+
+def experts_of_ten(batch):
+    """The tokens do not divide among them."""
+    join(2)
+    return Mixture([Experts(2, 10, 2)]), torch.zeros(batch, 16)
+
+
+class Looped(nn.Module):
+    """A loop over the experts that are hit, as transformers has it without grouped products."""
+
+    def __init__(self, experts, chosen):
+        super().__init__()
+        self.router = nn.Linear(16, experts, bias=False)
+        self.ups = nn.Parameter(torch.zeros(experts, 16, 16))
+        self.chosen = chosen
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(self.chosen, dim=-1)
+        mask = nn.functional.one_hot(chosen, num_classes=len(self.ups)).permute(2, 1, 0)
+        result = torch.zeros_like(x)
+        for expert in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+            expert = expert[0]
+            position, token = torch.where(mask[expert])
+            result.index_add_(0, token, x[token] @ self.ups[expert] * weights[token, position, None])
+        return result
+
+
+def looped_experts(batch):
+    return Looped(8, 2), torch.zeros(batch, 16)

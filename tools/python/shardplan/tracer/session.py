@@ -22,6 +22,7 @@ from shardplan.tracer.collectives import CollectiveProblem
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
 from shardplan.tracer.fake_meshes import fake_meshes
+from shardplan.tracer.flex_attention import device_flex_attention
 from shardplan.tracer.grouped import device_grouped_mm
 from shardplan.tracer.module_tree import ModuleTree, move_to_fake_cuda
 from shardplan.tracer.operators import dtype_name
@@ -91,6 +92,7 @@ def _recording(options: Options):
         stack.enter_context(stand_ins.standing_in(options.stand_ins))
         stack.enter_context(fake_cuda())
         stack.enter_context(device_attention(options.sdpa))
+        stack.enter_context(device_flex_attention())
         stack.enter_context(device_recurrent())
         stack.enter_context(device_grouped_mm())
         stack.enter_context(record.fake_mode())

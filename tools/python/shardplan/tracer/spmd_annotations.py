@@ -98,7 +98,7 @@ def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: list[str]) -> d
 
 
 def _names(axis, meshes: list) -> list[str]:
-    """Of the dimensions that it is; those of the meshes of the most dimensions, one of which FSDP is given, first."""
+    """Names of the dimensions that it is, those of the mesh of the most dimensions first, which FSDP is given."""
     import spmd_types as spmd
 
     found: list[str] = []
