@@ -330,7 +330,7 @@ def splits_to_itself():
 
 
 def splits_that_get_lost():
-    return splits([2, 2, 2, 2], [2, 2, 2, 1])
+    return splits([2, 3, 1, 2], [2, 2, 2, 1])
 
 
 NOVEL = torch.library.Library("_c10d_functional", "FRAGMENT")
@@ -372,6 +372,31 @@ def annotated_partial():
 
 def annotated_elsewhere():
     return annotated(lambda spmd: spmd.S(0), "all")
+
+
+def annotated_all_replicated():
+    """Along both dimensions."""
+    import spmd_types as spmd
+
+    join(8)
+    mesh = init_device_mesh("cuda", (2, TP), mesh_dim_names=("fsdp", "tp"))
+    model = nn.Linear(16, 4)
+    for parameter in model.parameters():
+        spmd.assert_type(parameter, {mesh.get_group("tp"): spmd.R, mesh.get_group("fsdp"): spmd.R})
+    return model, torch.zeros(8, 16)
+
+
+def annotated_experts():
+    """Two dimensions of the same ranks: the weight is cut, the bias is replicated for FSDP."""
+    import spmd_types as spmd
+
+    join(8)
+    dense = init_device_mesh("cuda", (8,), mesh_dim_names=("fsdp",))
+    experts = init_device_mesh("cuda", (8,), mesh_dim_names=("ep",))
+    model = nn.Linear(16, 4)
+    spmd.assert_type(model.weight, {experts.get_group("ep"): spmd.S(0)})
+    spmd.assert_type(model.bias, {dense.get_group("fsdp"): spmd.R})
+    return model, torch.zeros(8, 16)
 
 
 # ---- torchtitan ----
