@@ -202,6 +202,7 @@ EXPECTED = {
     ],
     "asynchronous": [c10d("allreduce_", *ALL_REDUCE, work=0), ["wait", 0]],
     "functional_used_later": [functional("all_gather_into_tensor", *GATHER, work=0), ["wait", 0]],
+    "inside_of_an_operator": [functional("all_gather_into_tensor", *GATHER)],
     "never_waited_for": [c10d("allreduce_", *ALL_REDUCE, work=0)],
     # Rank 0 receives 5 rows of each, where a rank sends 8.
     "uneven_all_to_all": [

@@ -211,6 +211,20 @@ def functional_used_later(x):
     return gathered @ product
 
 
+@torch.library.custom_op("tracer_tests::gathers", mutates_args=())
+def _gathers(x: torch.Tensor, group: str) -> torch.Tensor:
+    return functional.all_gather_tensor(x, 0, group).wait()
+
+
+@_gathers.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty(TP * x.shape[0], x.shape[1])
+
+
+def inside_of_an_operator(x):
+    return _gathers(x, dist.group.WORLD.group_name)
+
+
 def never_waited_for(x):
     dist.all_reduce(x, async_op=True)
     return x * 2
@@ -228,7 +242,7 @@ DOORS = [
     all_gather, broadcast_of_the_root, broadcast_of_another, reduce_to_the_root, reduce_to_another, batch_isend_irecv,
     coalesced, barrier, functional_all_gather, functional_all_reduce, functional_send, functional_out,
     differentiable_all_to_all, isend_and_irecv, batch_of_one, two_batches, coalesced_of_two_kinds, functional_batch,
-    asynchronous, functional_used_later, never_waited_for, uneven_all_to_all,
+    asynchronous, functional_used_later, inside_of_an_operator, never_waited_for, uneven_all_to_all,
 ]
 
 

@@ -380,8 +380,8 @@ def _document(
     }
     for dimension in _silent_dimensions(fields):
         progress.note(
-            f"parameters are cut along {dimension}, and no collective is along it: is the model called as in a training "
-            "(torchtitan's spmd_types: within set_current_spmd_mesh)?"
+            f"parameters are cut along {dimension}, and no collective is along it: is the model called as in a "
+            "training (torchtitan's spmd_types: within set_current_spmd_mesh)?"
         )
     if fields["world_size"] == 1:
         del fields["world_size"]
