@@ -248,6 +248,20 @@ def check_splits(splits: tuple[list[int], list[int], int, int], members: int, ra
     )
 
 
+def hidden(func, args: tuple):
+    """The Python code of an operator that communicates inside, which its rule for fake tensors leaves out: one of
+    torch.library.custom_op that is given the name of a process group; None: another operator."""
+    names = [value for value in args if isinstance(value, str)]
+    if not names or not torch.distributed.is_initialized():
+        return None
+    if set(torch.distributed.distributed_c10d._world.pg_names.values()).isdisjoint(names):
+        return None
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(func._schema.name)
+    return None if definition is None else definition._init_fn
+
+
 def done_at_once(func, args: tuple):
     """The result of a collective that torch has for no fake tensor (the one of torch.distributed._coalescing_manager);
     None: it has."""

@@ -144,10 +144,10 @@ class Communicators:
         return ["world" if is_all else "ranks_" + "_".join(map(str, ranks))]
 
     def _rank_of_name(self, names: list[str], exchanges: bool) -> tuple:
-        """Dimensions of the same ranks may have one process group: of experts and of tensor parallelism, say. The model
-        communicates along those that its parameters are cut along, and tensor parallelism does not exchange."""
+        """Dimensions of the same ranks may have one process group: of experts and of tensor parallelism, say. Tensor
+        parallelism does not exchange, and the model communicates along dimensions that its parameters are cut along."""
         is_placed = any(name in self._placed for name in names)
-        return len(names), not is_placed, (self._batches.is_same(names[0]) is True) == exchanges
+        return len(names), (self._batches.is_same(names[0]) is True) == exchanges, not is_placed
 
     def _entry(self, name: str, ranks: Ranks, names: list[str]) -> int:
         key = (name, ranks)

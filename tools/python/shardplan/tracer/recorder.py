@@ -267,6 +267,9 @@ class Recorder(TorchDispatchMode):
             return args[0]  # a copy on fake tensors alone
         if func.namespace == "_c10d_functional" and func._overloadpacket.__name__ == _WRAP:
             return functional_collectives().AsyncCollectiveTensor(args[0])  # a copy on fake tensors alone
+        if self.phase != "off" and (code := self._code_that_communicates(func, args)) is not None:
+            with self:
+                return code(*args, **kwargs)
         if func is aten._local_scalar_dense.default and self.answers.scalar is not None:
             return self.answers.scalar
         out = None
@@ -417,6 +420,11 @@ class Recorder(TorchDispatchMode):
     def watching_collectives(self) -> contextlib.AbstractContextManager:
         return watched(self.exchanges, self.waited)
 
+    def _code_that_communicates(self, func, args: tuple):
+        if func.namespace in _OF_TORCH or collectives.is_collective(func):
+            return None
+        return collectives.hidden(func, args)
+
     def waited(self, issued: list) -> None:
         """Collectives are waited for."""
         if self.phase == "off" or not issued:
@@ -510,6 +518,7 @@ class Recorder(TorchDispatchMode):
         self.events.append(["op", name, *rest, [record.id], []])
 
 
+_OF_TORCH = frozenset(("aten", "prim", "prims"))
 CANNOT_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 _WRAP = "_wrap_tensor_autograd"  # what a functional collective's result goes through; older releases have none
 _WAITS = frozenset((torch.ops._c10d_functional.wait_tensor.default, torch.ops._c10d_functional.wait_tensors.default))

@@ -112,7 +112,7 @@ class Routing:
                 self._stale[value.untyped_storage()._cdata] = value.untyped_storage()
 
     def note(self, func, args: tuple, kwargs: dict, out, real, fqn: str) -> None:
-        """What is known of the operator's result from here on. fqn: of the module that runs it."""
+        """Keeps the values of the operator's result. fqn: of the module that runs it."""
         if func in CHOICES:
             where = CHOICES[func]
             self._choose(args[0], out if where is None else out[where], fqn)
@@ -298,8 +298,8 @@ def _read(path: str) -> list[_Share]:
     header = [name.strip() for name in rows[0]] if rows else []
     if any(header.count(name) != 1 for name in _COLUMNS) or set(header) - {*_COLUMNS, "layer"}:
         raise TracerError(
-            f"{path}:1: found the columns {', '.join(header) or '(none)'}; expected expert, share and, if shares differ "
-            "by layer, layer"
+            f"{path}:1: found the columns {', '.join(header) or '(none)'}; expected expert, share and, if shares "
+            "differ by layer, layer"
         )
     layers: dict[str, dict[int, float]] = {}
     for number, row in enumerate(rows[1:], 2):

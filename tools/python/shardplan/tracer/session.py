@@ -22,6 +22,7 @@ from shardplan.tracer.collectives import CollectiveProblem
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
 from shardplan.tracer.fake_meshes import fake_meshes
+from shardplan.tracer.flex_attention import device_flex_attention
 from shardplan.tracer.grouped import device_grouped_mm
 from shardplan.tracer.module_tree import ModuleTree, move_to_fake_cuda
 from shardplan.tracer.operators import dtype_name
@@ -91,6 +92,7 @@ def _recording(options: Options):
         stack.enter_context(stand_ins.standing_in(options.stand_ins))
         stack.enter_context(fake_cuda())
         stack.enter_context(device_attention(options.sdpa))
+        stack.enter_context(device_flex_attention())
         stack.enter_context(device_recurrent())
         stack.enter_context(device_grouped_mm())
         stack.enter_context(record.fake_mode())
@@ -298,6 +300,18 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
         )
 
 
+def _silent_dimensions(fields: dict) -> list[str]:
+    """Along these parameters are cut and nothing communicates."""
+    used = {
+        fields["communicators"][event[11]["communicator"]]["name"]
+        for entry in (*fields["forwards"], *fields["backwards"])
+        for event in entry["events"]
+        if event[0] == "op" and len(event) > 11
+    }
+    placed = (p for entry in fields["parameters"] for p in entry.get("placements", ()))
+    return sorted({p["mesh_dim"] for p in placed if p.get("dim", -1) >= 0 and p["size"] > 1} - used)
+
+
 def _document(
     step: record.Step,
     options: Options,
@@ -364,6 +378,11 @@ def _document(
         "compute_dtype": dtype_name(dtype),
         "tokens_per_batch": tokens,
     }
+    for dimension in _silent_dimensions(fields):
+        progress.note(
+            f"parameters are cut along {dimension}, and no collective is along it: is the model called as in a "
+            "training (torchtitan's spmd_types: within set_current_spmd_mesh)?"
+        )
     if fields["world_size"] == 1:
         del fields["world_size"]
     for name in ("same_batch", "communicators"):

@@ -37,11 +37,9 @@ def annotated_placements(parameters: dict[str, torch.Tensor]) -> dict[str, list[
     batches = BatchDimensions()
 
     def is_fsdps(axis, kind) -> bool:
-        if kind is not spmd.R:
-            return False
-        if not DATA_PARALLEL.isdisjoint(names[axis]):
-            return True
-        return axis not in cut and not any(batches.is_same(name) for name in names[axis])
+        if kind is not spmd.R or any(batches.is_same(name) for name in names[axis]):
+            return False  # torchtitan's efsdp has tp's ranks where there are no experts
+        return axis not in cut or not DATA_PARALLEL.isdisjoint(names[axis])
 
     return {
         fqn: [
@@ -82,7 +80,7 @@ def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: list[str]) -> d
             f"parameter {fqn} is annotated along a group that is no dimension of the mesh: {axis} (ranks "
             f"{sorted(axis.layout.all_ranks_from_zero())})"
         )
-    name = next((name for name in names if name not in DATA_PARALLEL), names[0])
+    name = min(names, key=lambda name: name in DATA_PARALLEL)
     entry: dict = {"mesh_dim": name, "size": len(axis.layout.all_ranks_from_zero())}
     if isinstance(kind, spmd.Shard):
         entry["dim"] = kind.dim % parameter.dim()
@@ -98,7 +96,7 @@ def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: list[str]) -> d
 
 
 def _names(axis, meshes: list) -> list[str]:
-    """Of the dimensions that it is; those of the meshes of the most dimensions, one of which FSDP is given, first."""
+    """Names of the dimensions that it is, those of the mesh of the most dimensions first, which FSDP is given."""
     import spmd_types as spmd
 
     found: list[str] = []
