@@ -25,7 +25,7 @@ _DEGREES = ("ep", "cp", "tp")
 
 
 def _mesh(row) -> DeviceMesh:
-    """Of a process group of as many ranks as the row has."""
+    """The mesh of a process group of as many ranks as the row has."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     ranks = row["gpus"]
