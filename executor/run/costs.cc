@@ -46,7 +46,8 @@ double OperatorSeconds(const OperatorEvent& op, const Cluster& cluster) {
 Nanoseconds SegmentCost(const Segment& segment, const Cluster& cluster) {
   double seconds = 0;
   for (const SegmentEntry& entry : segment.entries) {
-    if (const auto* op = std::get_if<OperatorEvent>(&entry)) seconds += OperatorSeconds(*op, cluster);
+    const auto* op = std::get_if<OperatorEvent>(&entry);
+    if (op != nullptr && !op->collective) seconds += OperatorSeconds(*op, cluster);
   }
   return {static_cast<std::int64_t>(seconds * 1e9)};
 }

@@ -16,6 +16,7 @@
 #include "shardplan/schemas/program.h"
 #include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/caching_allocator.h"
+#include "units/trace_mesh.h"
 
 namespace shardplan {
 namespace {
@@ -129,7 +130,10 @@ Result<Task> MakeTask(const Trace& trace, const Strategy& strategy, const Cluste
                       const PlanOptions& options) {
   if (Status s = CheckSkipped(options); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckTrace(trace); !s) return std::unexpected(std::move(s.error()));
-  Strategy planned = CompleteStrategy(strategy, trace);
+  if (Status s = CheckKnobs(strategy); !s) return std::unexpected(std::move(s.error()));
+  Result<Strategy> completed = CompleteStrategy(strategy, trace, cluster.ranks);
+  if (!completed) return std::unexpected(std::move(completed.error()));
+  Strategy planned = *std::move(completed);
   if (Status s = CheckKnobs(planned); !s) return std::unexpected(std::move(s.error()));
   if (Status s = CheckCluster(cluster); !s) return std::unexpected(std::move(s.error()));
   Result<PolicyPasses> policy = FindPolicy(planned, options.policy);
@@ -162,9 +166,9 @@ Status RunPasses(const Task& task, std::string_view last, const PlanOptions& opt
   return {};
 }
 
-Strategy CompleteStrategy(Strategy strategy, const Trace& trace) {
+Result<Strategy> CompleteStrategy(Strategy strategy, const Trace& trace, std::int64_t ranks) {
   strategy.pytorch = PlannedPyTorch(strategy, trace);
-  return WithCallsOf(trace, std::move(strategy));
+  return WithMeshOf(trace, WithCallsOf(trace, std::move(strategy)), ranks);
 }
 
 Status CheckKnobs(const Strategy& strategy) {

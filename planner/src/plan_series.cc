@@ -31,7 +31,9 @@ PlanSeries::PlanSeries(const Trace& trace, const Cluster& cluster)
   if (checked_ = CheckCluster(cluster); !checked_) return;
   index_ = std::make_shared<const ModelIndex>(MakeModelIndex(trace_));
   const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
-  ForEachOperator(trace_, [&](OperatorEvent& op) { op.duration_ns = costs->Operator(op); });
+  ForEachOperator(trace_, [&](OperatorEvent& op) {
+    if (!op.collective) op.duration_ns = costs->Operator(op);
+  });
 }
 
 Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
@@ -65,7 +67,9 @@ Result<std::shared_ptr<const Trace>> PlanSeries::Recomputing(
 
 Result<Plan> PlanSeries::Make(const Strategy& strategy) const {
   if (!checked_) return std::unexpected(checked_.error());
-  Strategy planned = CompleteStrategy(strategy, trace_);
+  Result<Strategy> completed = CompleteStrategy(strategy, trace_, cluster_.ranks);
+  if (!completed) return std::unexpected(std::move(completed.error()));
+  Strategy planned = *std::move(completed);
   if (Status s = CheckKnobs(planned); !s) return std::unexpected(std::move(s.error()));
   Result<RewrittenTrace> recomputing = Recomputing(strategy.checkpoint);
   if (!recomputing) return std::unexpected(std::move(recomputing.error()));

@@ -20,7 +20,7 @@ GroupKey KeyOf(const Communicator& c, std::int64_t rank) {
 CollectiveCall MakeCall(const Plan& plan, const Instruction& i, Position at) {
   const BufferId full = FullTensorOf(i);
   return {.at = at,
-          .kind = i.kind,
+          .kind = *DescriptionOf(i.kind).collective,
           .reduce_op = i.kind == InstructionKind::kAllGather ? ReduceOp::kSum : i.reduce_op,
           .divisor = i.divisor,
           .dtype = plan.buffers[full].dtype,
@@ -29,7 +29,19 @@ CollectiveCall MakeCall(const Plan& plan, const Instruction& i, Position at) {
 
 bool Match(const CollectiveCall& a, const CollectiveCall& b) {
   return a.kind == b.kind && a.reduce_op == b.reduce_op && a.divisor == b.divisor && a.dtype == b.dtype &&
-         a.size_bytes == b.size_bytes;
+         a.size_bytes == b.size_bytes && a.peer == b.peer && (a.batch < 0) == (b.batch < 0);
+}
+
+CollectiveCall MakeCall(const OperatorEvent& op, std::int32_t entry, Position at) {
+  const ModelCollective& issued = *op.collective;
+  return {.at = at,
+          .kind = issued.kind,
+          .dtype = op.dtype,
+          .size_bytes = issued.size_bytes,
+          .entry = entry,
+          .work = issued.work,
+          .peer = issued.peer,
+          .batch = issued.batch};
 }
 
 }  // namespace
@@ -69,13 +81,20 @@ RankPrograms::RankPrograms(const std::vector<Plan>& plans_by_rank) : plans(plans
       for (std::size_t t = 0; t < triggers.size(); ++t) {
         for (std::size_t n = 0; n < triggers[t].instructions.size(); ++n) {
           const Instruction& i = triggers[t].instructions[n];
-          if (!IsCollective(i.kind)) continue;
-          CollectiveCall call =
-              MakeCall(plan, i, {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(n)});
-          call.group = group_of[i.communicator];
-          call.number = static_cast<std::int32_t>(own_by_group[call.group].size());
-          own_by_group[call.group].push_back(static_cast<std::int32_t>(own.size()));
-          own.push_back(call);
+          const Position at = {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(n)};
+          const auto add = [&](CollectiveCall call, CommunicatorId communicator) {
+            call.group = group_of[communicator];
+            call.number = static_cast<std::int32_t>(own_by_group[call.group].size());
+            own_by_group[call.group].push_back(static_cast<std::int32_t>(own.size()));
+            own.push_back(call);
+          };
+          if (IsCollective(i.kind)) add(MakeCall(plan, i, at), i.communicator);
+          if (!DescriptionOf(i.kind).segment) continue;
+          const std::vector<SegmentEntry>& entries = plan.segments[i.segment].entries;
+          for (std::int32_t e = 0; e < std::ssize(entries); ++e) {
+            const auto* op = std::get_if<OperatorEvent>(&entries[e]);
+            if (op != nullptr && op->collective) add(MakeCall(*op, e, at), op->collective->communicator);
+          }
         }
       }
     }

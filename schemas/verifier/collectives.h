@@ -23,11 +23,15 @@ struct CollectiveCall {
   Position at;
   std::int32_t group = -1;  // index into RankPrograms::groups
   std::int32_t number = 0;  // 0, 1, ... on this group's communicator
-  InstructionKind kind = InstructionKind::kAllGather;
+  CollectiveKind kind = CollectiveKind::kAllGather;
   ReduceOp reduce_op = ReduceOp::kSum;
   double divisor = 1;
   DType dtype = DType::kFloat32;
   Bytes size_bytes;  // of the full tensor: all ranks must agree
+  // One of the model's own, inside a segment: its number there, and what it says. A send and its receive are
+  // one call of each rank.
+  std::int32_t entry = -1;
+  std::int32_t work = -1, peer = -1, batch = -1;
 };
 
 // The collectives of all ranks over the same number of steps: all of a plan's steps and its cycle once more.

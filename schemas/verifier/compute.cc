@@ -22,8 +22,8 @@ StorageId LargestStorage(const Plan& plan) {
         for (const StorageId storage : op->writes) see(storage);
       } else if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
         see(born->storage);
-      } else {
-        see(std::get<FreeEvent>(entry).storage);
+      } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
+        see(dead->storage);
       }
     }
   }
@@ -161,10 +161,9 @@ void Compute::CheckStorages(SegmentId id, std::int32_t microbatch, Position at) 
     } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
       need(dead->storage, "frees");
       if (Life* life = Of(dead->storage, microbatch)) *life = Life::kAbsent;
-    } else {
+    } else if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
       // A storage that is still there is another one: of a forward that no backward followed.
-      const auto& born = std::get<AllocateEvent>(entry);
-      if (Life* life = Of(born.storage, microbatch)) *life = Life::kThere;
+      if (Life* life = Of(born->storage, microbatch)) *life = Life::kThere;
     }
   }
 }
@@ -196,9 +195,9 @@ void Compute::Use(SegmentId id, std::int32_t microbatch, const Work& work) {
     } else if (const auto* dead = std::get_if<FreeEvent>(&entry)) {
       of(dead->storage, &Compute::Write);
       uses_.erase({dead->storage, microbatch});
-    } else {
+    } else if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
       // An earlier storage of that id is another tensor.
-      uses_[{std::get<AllocateEvent>(entry).storage, microbatch}] = {work, {}};
+      uses_[{born->storage, microbatch}] = {work, {}};
     }
   }
 }

@@ -3,8 +3,14 @@
 // A piece of work waits for things (the work before it on its stream, an event, the other ranks' arrival)
 // that, once there, stay there. So it does not matter who goes first: run whatever can run until nothing can,
 // and what is left over can never run in any order.
+//
+// [Note: streams of the model's collectives]
+// Behind the plan's streams each rank has one for each group: where a collective of the model runs. It starts
+// behind what the compute stream was given before; the compute stream waits for it at once or where the
+// segment says.
 #include <algorithm>
 #include <deque>
+#include <map>
 #include <set>
 
 #include "shardplan/schemas/assert.h"
@@ -30,8 +36,9 @@ struct RankState {
   std::vector<Item> records;                // where each was issued, and on which stream
   std::vector<std::int32_t> record_stream;
   std::int32_t issued_calls = 0;
-  std::vector<std::int32_t> done_calls;  // by group
-  std::int32_t host_waits_for = -1;      // a record
+  std::vector<std::int32_t> done_calls;        // by group
+  std::int32_t host_waits_for = -1;            // a record
+  std::map<std::int32_t, std::int32_t> works;  // asynchronous collectives of the model: their records
   Position host_at;
 };
 
@@ -39,7 +46,7 @@ class RankRun {
  public:
   explicit RankRun(const RankPrograms& programs) : p_(programs), ranks_(programs.plans.size()) {
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
-      ranks_[r].streams.resize(p_.plans[r].streams.size());
+      ranks_[r].streams.resize(p_.plans[r].streams.size() + p_.groups.size());
       ranks_[r].latest_record.assign(p_.plans[r].events.size(), -1);
       ranks_[r].done_calls.assign(p_.groups.size(), 0);
     }
@@ -80,7 +87,9 @@ class RankRun {
         for (; state.instruction < instructions.size(); ++state.instruction) {
           const Position at = {step, static_cast<std::int32_t>(state.trigger),
                                static_cast<std::int32_t>(state.instruction)};
-          if (!Issue(state, instructions[state.instruction], at)) return moved;
+          const Instruction& i = instructions[state.instruction];
+          if (!Issue(state, i, at)) return moved;
+          if (DescriptionOf(i.kind).segment) IssueSegment(rank, plan.segments[i.segment], i.stream, at);
           moved = true;
         }
       }
@@ -91,11 +100,7 @@ class RankRun {
   static bool Issue(RankState& state, const Instruction& i, Position at) {
     switch (DescriptionOf(i.kind).order) {
       case OrderEffect::kRecords:
-        state.latest_record[i.event] = static_cast<std::int32_t>(state.record_done.size());
-        state.records.push_back({Item::Kind::kRecord, state.latest_record[i.event], at});
-        state.record_stream.push_back(i.stream);
-        state.streams[i.stream].push_back(state.records.back());
-        state.record_done.push_back(false);
+        state.latest_record[i.event] = Record(state, i.stream, at);
         return true;
       case OrderEffect::kWaits:
         if (state.latest_record[i.event] >= 0) {
@@ -116,6 +121,36 @@ class RankRun {
         return true;  // finishes as soon as it is first in its stream
     }
     return true;
+  }
+
+  static std::int32_t Record(RankState& state, std::int32_t stream, Position at) {
+    const auto record = static_cast<std::int32_t>(state.record_done.size());
+    state.records.push_back({Item::Kind::kRecord, record, at});
+    state.record_stream.push_back(stream);
+    state.streams[stream].push_back(state.records.back());
+    state.record_done.push_back(false);
+    return record;
+  }
+
+  // See [Note: streams of the model's collectives].
+  void IssueSegment(std::int64_t rank, const Segment& segment, std::int32_t compute, Position at) {
+    RankState& state = ranks_[rank];
+    for (const SegmentEntry& entry : segment.entries) {
+      std::int32_t done = -1;
+      if (const auto* wait = std::get_if<CollectiveWaitEvent>(&entry)) {
+        const auto found = state.works.find(wait->work);
+        if (found != state.works.end()) done = found->second;
+      } else if (const auto* op = std::get_if<OperatorEvent>(&entry); op != nullptr && op->collective) {
+        const std::int32_t call = state.issued_calls++;
+        const auto stream =
+            static_cast<std::int32_t>(p_.plans[rank].streams.size()) + p_.calls[rank][call].group;
+        state.streams[stream].push_back({Item::Kind::kWait, Record(state, compute, at), at});
+        state.streams[stream].push_back({Item::Kind::kCollective, call, at});
+        const std::int32_t record = Record(state, stream, at);
+        (op->collective->work < 0 ? done : state.works[op->collective->work]) = record;
+      }
+      if (done >= 0) state.streams[compute].push_back({Item::Kind::kWait, done, at});
+    }
   }
 
   bool RunStreams(std::int64_t rank) {

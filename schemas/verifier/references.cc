@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "shardplan/schemas/collective_kinds.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/program.h"
 #include "verifier/activations.h"
@@ -17,6 +18,17 @@ bool Names(const List& list, std::int64_t id) {
 template <typename List>
 bool NamesOrNone(const List& list, std::int64_t id) {
   return id == -1 || Names(list, id);
+}
+
+std::string WhatIsWrongWithCollective(const Plan& plan, const ModelCollective& collective) {
+  if (!Names(plan.communicators, collective.communicator))
+    return fmt::format("communicator {} does not exist", collective.communicator);
+  const Communicator& among = plan.communicators[collective.communicator];
+  const bool transfers = DescriptionOf(collective.kind).movement == CollectiveMovement::kTransfer;
+  if (transfers == (collective.peer >= 1 && collective.peer < among.size)) return {};
+  if (!transfers && collective.peer < 0) return {};
+  return fmt::format("peer {} is no place for a {} among {} ranks", collective.peer, Name(collective.kind),
+                     among.size);
 }
 
 class InstructionCheck {
@@ -120,6 +132,14 @@ bool CheckTables(const Plan& plan, Reporter& reporter) {
     if (!good) continue;  // cut into how many pieces?
     const std::string wrong = WhatIsWrongWithUnit(plan, unit);
     if (!wrong.empty()) fail(fmt::format("unit {}: {}", DisplayName(unit.fqn), wrong));
+  }
+  for (const Segment& segment : plan.segments) {
+    for (const SegmentEntry& entry : segment.entries) {
+      const auto* op = std::get_if<OperatorEvent>(&entry);
+      if (op == nullptr || !op->collective) continue;
+      const std::string wrong = WhatIsWrongWithCollective(plan, *op->collective);
+      if (!wrong.empty()) fail(fmt::format("segment {}: {}: {}", segment.name, op->name, wrong));
+    }
   }
   for (const Buffer& buffer : plan.buffers) {
     if (!NamesOrNone(plan.units, buffer.unit)) {

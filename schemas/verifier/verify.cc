@@ -8,6 +8,7 @@
 #include "shardplan/verifier/verifier.h"
 #include "verifier/collectives.h"
 #include "verifier/interpreter.h"
+#include "verifier/model_collectives.h"
 #include "verifier/procedures.h"
 #include "verifier/references.h"
 #include "verifier/tables.h"
@@ -58,6 +59,7 @@ std::vector<Violation> Verify(const Plan& plan) {
   verifier::CheckStrategy(plan, tables);
   verifier::CheckProgramTables(plan, tables);
   verifier::CheckTriggers(plan, tables);
+  verifier::CheckModelCollectives(plan, tables);
   const std::vector<Violation> of_tables = tables.Take();
   violations.insert(violations.begin(), of_tables.begin(), of_tables.end());
   std::ranges::stable_sort(violations, {}, [](const Violation& violation) {

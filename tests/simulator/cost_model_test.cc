@@ -11,7 +11,7 @@
 
 #include "cost/operator_class.h"
 #include "shardplan/schemas/io.h"
-#include "tests/simulator/layered_plan.h"
+#include "tests/simulator/collective_costs.h"
 
 namespace shardplan::test {
 namespace {
@@ -23,29 +23,9 @@ Cluster Shipped(const std::string& name) {
   return cluster ? *cluster : Cluster{};
 }
 
-std::vector<CollectivePoint> Points(std::initializer_list<std::pair<std::int64_t, std::int64_t>> points) {
-  std::vector<CollectivePoint> made;
-  for (const auto& [bytes, time] : points) made.push_back({Bytes{bytes}, Nanoseconds{time}});
-  return made;
-}
-
-// The cost of a collective over a communicator on the cluster's ranks.
-Result<CollectiveCost> CostOf(const CostModel& model, const Cluster& cluster, CollectiveKind kind,
-                              const Communicator& communicator, std::int64_t bytes) {
-  const std::vector<GroupPlacement> placements = PlaceGroups(cluster, communicator, cluster.ranks);
-  return model.Collective({kind, communicator.size, placements, Bytes{bytes}});
-}
 Result<CollectiveCost> Gather(const CostModel& model, const Cluster& cluster, std::int64_t ranks,
                               std::int64_t bytes) {
   return CostOf(model, cluster, CollectiveKind::kAllGather, {.size = ranks}, bytes);
-}
-
-Cluster TwoLinks(std::int64_t ranks, std::int64_t ranks_per_node) {
-  Cluster cluster;
-  cluster.ranks = ranks;
-  cluster.ranks_per_node = ranks_per_node;
-  cluster.links = {{"nvlink", Nanoseconds{10}, 1'000'000'000}, {"network", Nanoseconds{1'000}, 100'000'000}};
-  return cluster;
 }
 
 TEST(Interpolation, IsExactAtEveryMeasuredPointOfTheShippedClusters) {

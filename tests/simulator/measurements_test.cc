@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "shardplan/schemas/collective_kinds.h"
 #include "shardplan/simulator/cost_model.h"
 
 namespace shardplan::test {
@@ -12,7 +13,7 @@ constexpr std::string_view kHead =
     "device,collective,concurrent_groups,ranks_per_group,full_tensor_bytes,duration_ns\n";
 
 CollectiveMeasurement Row(std::int64_t bytes, std::int64_t duration) {
-  return {"x", MeasuredCollective::kAllGather, 1, 4, Bytes{bytes}, Nanoseconds{duration}};
+  return {"x", CollectiveKind::kAllGather, 1, 4, Bytes{bytes}, Nanoseconds{duration}};
 }
 
 TEST(Measurements, AreReadInAnyOrderOfColumns) {
@@ -23,7 +24,7 @@ TEST(Measurements, AreReadInAnyOrderOfColumns) {
   ASSERT_EQ(read->collectives.size(), 1U);
   const CollectiveMeasurement& row = read->collectives[0];
   EXPECT_EQ(row.device, "m");
-  EXPECT_EQ(row.kind, MeasuredCollective::kAllReduce);
+  EXPECT_EQ(row.kind, CollectiveKind::kAllReduce);
   EXPECT_EQ(row.ranks, 4);
   EXPECT_EQ(row.concurrent_groups, 2);
   EXPECT_EQ(row.full_tensor_bytes.value, 1024);
@@ -35,6 +36,21 @@ TEST(Measurements, AreReadInAnyOrderOfColumns) {
   EXPECT_EQ(OperatorOf(matmuls->matmuls.at(0)).bytes_written.value, 12);
 }
 
+TEST(Measurements, NameEveryKindButTheRecvOfASend) {
+  for (const CollectiveDescription& is : kCollectiveKinds) {
+    if (is.kind == CollectiveKind::kReceive) {
+      EXPECT_FALSE(ParseMeasurements(std::string(kHead) + "m,recv,1,4,1024,7\n").has_value());
+      continue;
+    }
+    const auto read =
+        ParseMeasurements(std::string(kHead) + "m," + std::string(is.measured) + ",1,4,1024,7\n");
+    ASSERT_TRUE(read.has_value()) << is.measured;
+    EXPECT_EQ(read->collectives.at(0).kind, is.kind);
+    EXPECT_EQ(CollectiveOfProgram(is.nccl_tests), is.kind);
+  }
+  EXPECT_EQ(CollectiveOfProgram("hypercube"), std::nullopt);
+}
+
 TEST(Measurements, SayWhatIsWrongAndWhere) {
   const auto error_of = [](const std::string& text) {
     const auto read = ParseMeasurements(text);
@@ -44,9 +60,9 @@ TEST(Measurements, SayWhatIsWrongAndWhere) {
   const std::string head(kHead);
   EXPECT_EQ(error_of("").pointer, "/line/1");
   EXPECT_EQ(error_of("device,ranks\n").pointer, "/line/1");
-  const Error kind = error_of(head + "d,all-gather,1,2,1024,9\nd,broadcast,1,2,1024,9\n");
+  const Error kind = error_of(head + "d,all-gather,1,2,1024,9\nd,barrier,1,2,1024,9\n");
   EXPECT_EQ(kind.pointer, "/line/3");
-  EXPECT_EQ(kind.found, "broadcast");
+  EXPECT_EQ(kind.found, "barrier");
   for (const char* row : {"d,all-gather,1,2,1024", "d,all-gather,1,2,1024,0", "d,all-gather,1,2,1e3,9",
                           "d,all-gather,1,2,1024,9,9", ",all-gather,1,2,1024,9", "d,all-gather,-1,2,1024,9",
                           "d,all-gather,1,99999999999,1024,9", "d,all-gather,1,2,99999999999999999999,9"}) {
@@ -121,10 +137,10 @@ TEST(ClusterFit, TakesItsDevicesRowsAlone) {
       // Two bytes a nanosecond through each rank, and 500 ns a step.
       const std::int64_t time = 500 * (ranks - 1) + bytes / ranks * (ranks - 1) / 2;
       measured.collectives.push_back(
-          {"x", MeasuredCollective::kAllGather, 1, ranks, Bytes{bytes}, Nanoseconds{time}});
+          {"x", CollectiveKind::kAllGather, 1, ranks, Bytes{bytes}, Nanoseconds{time}});
     }
   }
-  measured.collectives.push_back({"y", MeasuredCollective::kAllGather, 1, 8, Bytes{1}, Nanoseconds{1}});
+  measured.collectives.push_back({"y", CollectiveKind::kAllGather, 1, 8, Bytes{1}, Nanoseconds{1}});
   measured.matmuls = {{"x", DType::kBFloat16, 1, 16, 16, 16, Nanoseconds{5}}};
   const Result<ClusterFit> fit = FitCluster(base, measured, "here");
   ASSERT_TRUE(fit.has_value());
@@ -152,7 +168,7 @@ TEST(ClusterFit, KeepsWhatNobodyMeasuredAndSaysIt) {
          .link = "inner",
          .points = {{Bytes{1 << 20}, Nanoseconds{77}}, {Bytes{1 << 30}, Nanoseconds{78'000}}}});
   }
-  const auto row = [](MeasuredCollective kind, std::int64_t ranks, std::int64_t groups, std::int64_t nodes) {
+  const auto row = [](CollectiveKind kind, std::int64_t ranks, std::int64_t groups, std::int64_t nodes) {
     return CollectiveMeasurement{"x", kind, groups, ranks, Bytes{1 << 20}, Nanoseconds{5'000}, nodes};
   };
   const auto fit = [&](std::vector<CollectiveMeasurement> rows) {
@@ -161,7 +177,7 @@ TEST(ClusterFit, KeepsWhatNobodyMeasuredAndSaysIt) {
     return made ? *made : ClusterFit{};
   };
   // Between nodes: where the cost model looks for it, and it alone changes.
-  const ClusterFit between = fit({row(MeasuredCollective::kAllReduce, 16, 1, 0)});
+  const ClusterFit between = fit({row(CollectiveKind::kAllReduce, 16, 1, 0)});
   ASSERT_EQ(between.cluster.collectives.size(), 3U);
   EXPECT_EQ(between.cluster.collectives[2].link, "outer");
   EXPECT_EQ(between.cluster.collectives[2].nodes, 2);
@@ -169,22 +185,46 @@ TEST(ClusterFit, KeepsWhatNobodyMeasuredAndSaysIt) {
   EXPECT_EQ(between.changed.size(), 1U);
   EXPECT_EQ(between.stayed.size(), 4U);  // two tables, two links
   // Few ranks do not say what the largest number has.
-  const ClusterFit two = fit({row(MeasuredCollective::kAllGather, 2, 1, 0)});
+  const ClusterFit two = fit({row(CollectiveKind::kAllGather, 2, 1, 0)});
   EXPECT_EQ(two.cluster.links, base.links);
   EXPECT_EQ(two.cluster.collectives.size(), 2U);
   EXPECT_EQ(two.cluster.collectives[0].points.size(), 1U);
   EXPECT_EQ(two.cluster.collectives[1], base.collectives[1]);
   // Groups with one rank in each node are no whole nodes.
   const ClusterFit apart =
-      fit({row(MeasuredCollective::kAllReduce, 2, 8, 2), row(MeasuredCollective::kSendRecv, 2, 1, 0)});
+      fit({row(CollectiveKind::kAllReduce, 2, 8, 2), row(CollectiveKind::kSend, 2, 1, 0)});
   EXPECT_EQ(apart.cluster.collectives[2].nodes, 2);
   EXPECT_EQ(apart.cluster.collectives[2].concurrent_groups, 8);
-  EXPECT_EQ(apart.passed_over, std::vector<std::string>{"1 row of send-recv, which no plan has"});
+  EXPECT_EQ(apart.cluster.collectives[3].kind, CollectiveKind::kSend);
+  EXPECT_EQ(apart.cluster.collectives[3].link, "inner");
+  EXPECT_TRUE(apart.passed_over.empty());
   const auto none = FitCluster(
-      base, {.collectives = {{"y", MeasuredCollective::kAllGather, 1, 2, Bytes{1}, Nanoseconds{1}}}}, "");
+      base, {.collectives = {{"y", CollectiveKind::kAllGather, 1, 2, Bytes{1}, Nanoseconds{1}}}}, "");
   ASSERT_FALSE(none.has_value());
   EXPECT_NE(none.error().found.find("y"), std::string::npos);
   EXPECT_NE(none.error().expected.find("x"), std::string::npos);
+}
+
+// A link's figures are those of rings: what an exchange or a send reaches is its own table's.
+TEST(ClusterFit, OnlyRingsMoveTheLink) {
+  Cluster base;
+  base.ranks = base.ranks_per_node = 8;
+  base.device.table_name = "x";
+  base.links = {{.name = "inner", .latency_ns = Nanoseconds{7}, .bytes_per_second = 100}};
+  for (const CollectiveDescription& is : kCollectiveKinds) {
+    if (is.measured.empty()) continue;
+    std::vector<CollectiveMeasurement> rows;
+    for (const std::int64_t bytes : {1'000, 1'000'000'000, 2'000'000'000})
+      rows.push_back({"x", is.kind, 1, 8, Bytes{bytes}, Nanoseconds{5'000 + bytes}});
+    const Result<ClusterFit> fit = FitCluster(base, {.collectives = rows}, "here");
+    ASSERT_TRUE(fit.has_value());
+    ASSERT_EQ(fit->cluster.collectives.size(), 1U);
+    EXPECT_EQ(fit->cluster.collectives[0].kind, is.kind);
+    EXPECT_EQ(fit->cluster.links != base.links, is.movement == CollectiveMovement::kRing) << Name(is.kind);
+    for (const CollectiveMeasurement& row : rows) {
+      EXPECT_EQ(PredictCollective(fit->cluster, row)->duration_ns, row.duration_ns) << Name(is.kind);
+    }
+  }
 }
 
 // The cost model answers what was fitted, wherever the group lies: one rule places both.
@@ -200,7 +240,7 @@ TEST(ClusterFit, AnswersItsOwnRowsWhereverTheyLie) {
     for (const std::int64_t in_node : {1, 2, 4, 8}) {
       if (nodes * in_node < 2) continue;
       for (const std::int64_t groups : {std::int64_t{1}, 8 / in_node}) {
-        rows.push_back({"x", MeasuredCollective::kAllReduce, groups, nodes * in_node, Bytes{1 << 24},
+        rows.push_back({"x", CollectiveKind::kAllReduce, groups, nodes * in_node, Bytes{1 << 24},
                         Nanoseconds{time += 1'000}, nodes});
         if (groups == 8 / in_node) break;
       }

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,36 @@ std::string SpansJson(const Simulation& simulation) {
   return text + "]\n";
 }
 
+// Puts collectives of the model between the operators of every third plan, on a communicator of two ranks.
+void AddModelCollectives(std::uint64_t seed, Plan& plan) {
+  std::mt19937_64 random(seed);
+  const auto below = [&](std::uint64_t n) { return random() % n; };
+  if (plan.world_size % 2 != 0) return;
+  plan.communicators.push_back({"own", 2, 1});
+  const auto own = static_cast<CommunicatorId>(plan.communicators.size() - 1);
+  std::int32_t work = 0;
+  for (Segment& segment : plan.segments) {
+    std::vector<SegmentEntry> entries;
+    std::vector<std::int32_t> issued;
+    for (SegmentEntry& entry : segment.entries) {
+      entries.push_back(std::move(entry));
+      if (!issued.empty() && below(3) == 0) {
+        entries.emplace_back(CollectiveWaitEvent{issued.back()});
+        issued.pop_back();
+      }
+      if (below(4) > 0) continue;
+      OperatorEvent op{.name = "c10d.own"};
+      if (below(4) == 0) op.duration_ns = Nanoseconds{static_cast<std::int64_t>(below(9'000))};
+      op.collective = ModelCollective{.kind = static_cast<CollectiveKind>(below(3)),
+                                      .communicator = below(5) == 0 ? 0 : own,
+                                      .size_bytes = Bytes{static_cast<std::int64_t>(below(90'000))}};
+      if (below(2) == 0) issued.push_back(op.collective->work = work++);
+      entries.emplace_back(std::move(op));
+    }
+    segment.entries = std::move(entries);
+  }
+}
+
 class Writer {
  public:
   Writer(std::string folder, std::vector<Cluster> clusters)
@@ -47,6 +78,7 @@ class Writer {
       if (planned.error().code == ErrorCode::kBadInput) return {};
       return std::unexpected(planned.error());
     }
+    if (count_ % 3 == 0) AddModelCollectives(static_cast<std::uint64_t>(count_), planned->plan);
     const std::string base = fmt::format("{}/{}", folder_, count_++);
     if (Status status = WriteFileAtomically(base + ".plan.json", ToJson(planned->plan)); !status)
       return status;

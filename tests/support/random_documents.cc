@@ -172,10 +172,24 @@ void RepairModules(Trace& trace) {
   }
 }
 
+// Groups of two or four of four ranks.
+void RepairCommunicators(Trace& trace) {
+  trace.world_size = 4;
+  std::set<std::string> names;
+  for (Communicator& communicator : trace.communicators) {
+    MakeUnique(communicator.name, names);
+    communicator.size = communicator.size % 2 == 0 ? 2 : 4;
+    communicator.stride = communicator.size == 2 ? 1 + communicator.stride % 2 : 1;
+    communicator.dims.clear();
+  }
+  trace.same_batch.resize(std::min(trace.same_batch.size(), names.size()));
+  std::copy_n(names.begin(), trace.same_batch.size(), trace.same_batch.begin());
+}
+
 // Repairs a pass's account of its memory: whatever is used is there, and is born and dies once.
 class MemoryRepair {
  public:
-  explicit MemoryRepair(const Trace& trace) {
+  explicit MemoryRepair(const Trace& trace) : communicates_(!trace.communicators.empty()) {
     for (const TraceInput& input : trace.inputs) outside_.insert(input.storage);
     for (const ModuleBuffer& buffer : trace.buffers) outside_.insert(buffer.storage);
     outside_.insert(-1);
@@ -187,6 +201,15 @@ class MemoryRepair {
       const auto dead = [&](StorageId storage) { return !alive_.contains(storage); };
       std::erase_if(op->reads, dead);
       std::erase_if(op->writes, dead);
+      if (op->collective && !communicates_) op->collective.reset();
+      if (op->collective) {
+        const CollectiveKind kind = op->collective->kind;
+        const bool transfers = kind == CollectiveKind::kSend || kind == CollectiveKind::kReceive;
+        op->collective->peer = transfers ? 1 : -1;
+        works_.insert(op->collective->work);
+      }
+    } else if (const auto* wait = std::get_if<CollectiveWaitEvent>(&event)) {
+      return wait->work >= 0 && works_.contains(wait->work);
     } else if (auto* allocate = std::get_if<AllocateEvent>(&event)) {
       while (outside_.contains(next_)) ++next_;
       allocate->storage = next_++;
@@ -202,6 +225,8 @@ class MemoryRepair {
 
  private:
   std::set<StorageId> outside_, alive_;
+  std::set<std::int32_t> works_;
+  const bool communicates_;
   StorageId next_ = 1000;
 };
 
@@ -225,7 +250,8 @@ void RepairForward(Pass& pass, const std::vector<ModuleId>& canonical, MemoryRep
       events.push_back(*enter);
       events.push_back(std::move(exit));
     } else if (std::holds_alternative<OperatorEvent>(event) || std::holds_alternative<AllocateEvent>(event) ||
-               std::holds_alternative<FreeEvent>(event)) {
+               std::holds_alternative<FreeEvent>(event) ||
+               std::holds_alternative<CollectiveWaitEvent>(event)) {
       if (memory.Keep(event)) events.push_back(std::move(event));
     }
   }
@@ -351,6 +377,7 @@ Trace RandomTrace(std::uint64_t seed) {
   std::set<std::string> parameters;
   for (Parameter& parameter : trace.parameters) MakeUnique(parameter.fqn, parameters);
   RepairModules(trace);
+  RepairCommunicators(trace);
   std::vector<ModuleId> canonical;
   for (std::size_t m = 0; m < trace.modules.size(); ++m)
     canonical.push_back(m == 2 ? 1 : static_cast<ModuleId>(m));

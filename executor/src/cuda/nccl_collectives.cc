@@ -203,6 +203,14 @@ ncclResult_t NcclCollectives::Launch(const Prepared& prepared, cudaStream_t stre
       return ncclReduceScatter(src, dst, prepared.count, prepared.dtype, prepared.op, communicator, stream);
     case CollectiveKind::kAllReduce:
       return ncclAllReduce(src, dst, prepared.count, prepared.dtype, prepared.op, communicator, stream);
+    case CollectiveKind::kAllToAll:
+    case CollectiveKind::kBroadcast:
+    case CollectiveKind::kReduce:
+    case CollectiveKind::kGather:
+    case CollectiveKind::kScatter:
+    case CollectiveKind::kSend:
+    case CollectiveKind::kReceive:
+      break;  // the model runs its own
   }
   return ncclInvalidArgument;
 }

@@ -35,10 +35,7 @@ std::int64_t IssuedOn(CommunicatorId communicator, const std::string& text) {
 }  // namespace
 
 std::string DescribeCollective(const Plan& plan, const CollectiveSpec& spec, std::int64_t sequence) {
-  const char* kind = spec.kind == CollectiveKind::kAllGather       ? "all_gather"
-                     : spec.kind == CollectiveKind::kReduceScatter ? "reduce_scatter"
-                                                                   : "all_reduce";
-  return fmt::format("{} {} on communicator {}, into {}", kind, sequence,
+  return fmt::format("{} {} on communicator {}, into {}", Name(spec.kind), sequence,
                      plan.communicators[spec.communicator].name, plan.buffers[spec.dst].name);
 }
 

@@ -155,6 +155,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupCollectives::Start(const Prepared& pr
       std::vector<at::Tensor> tensors = {src};
       return prepared.group->allreduce(tensors, options);
     }
+    case CollectiveKind::kAllToAll:
+    case CollectiveKind::kBroadcast:
+    case CollectiveKind::kReduce:
+    case CollectiveKind::kGather:
+    case CollectiveKind::kScatter:
+    case CollectiveKind::kSend:
+    case CollectiveKind::kReceive:
+      break;  // the model runs its own
   }
   return {};
 }

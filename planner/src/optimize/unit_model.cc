@@ -51,7 +51,7 @@ void UnitModel::AddModules(const Trace& trace, const Job& job, const Plan& like)
     if (passes.empty()) return;
     for (const TraceEvent& event : passes.front().events) {
       const auto* op = std::get_if<OperatorEvent>(&event);
-      if (op == nullptr) continue;
+      if (op == nullptr || op->collective) continue;
       if (op->module >= 0 && chain_of[op->module] >= 0) at = chain_of[op->module];
       to[at] += costs->Operator(*op).value;
     }

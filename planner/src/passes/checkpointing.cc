@@ -236,6 +236,7 @@ class Checkpointer {
     const std::size_t stop = region.stop;
     std::vector<TraceEvent> events;
     std::set<StorageId> alive;  // remade, not saved
+    std::set<std::int32_t> kept_works;
     for (std::size_t i = region.enter; i <= stop; ++i) {
       const TraceEvent& event = pass.events[i];
       if (const auto* enter = std::get_if<EnterEvent>(&event)) {
@@ -257,8 +258,13 @@ class Checkpointer {
         const StorageId dead = again == region.remade.end() ? free->storage : again->second;
         if (alive.erase(dead) > 0) events.push_back(FreeEvent{dead});
       } else if (const auto* op = std::get_if<OperatorEvent>(&event)) {
-        if (region.saves.contains(i)) continue;
+        if (region.saves.contains(i)) {
+          if (op->collective) kept_works.insert(op->collective->work);
+          continue;
+        }
         events.push_back(Renamed(*op, region));
+      } else if (const auto* wait = std::get_if<CollectiveWaitEvent>(&event)) {
+        if (!kept_works.contains(wait->work)) events.push_back(*wait);
       }
     }
     // An early stop is an exception: what the interrupted functions hold lives until it has been caught,

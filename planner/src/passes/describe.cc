@@ -5,6 +5,7 @@
 #include <variant>
 
 #include "shardplan/simulator/reserved_memory.h"
+#include "units/model_communicators.h"
 
 namespace shardplan {
 namespace {
@@ -39,6 +40,7 @@ Result<Plan> DescribePlan(Plan plan, const PolicyInput& input, const PolicyPasse
     if (Status s = policy.change_buffers(input, plan.model_buffers); !s) return std::unexpected(s.error());
   }
   plan.unmanaged = UnmanagedOf(input.trace, plan);
+  plan.ranks_per_batch = RanksPerBatch(input.trace);
   plan.tokens_per_step = input.trace.tokens_per_batch * TrainedForwards(input.trace, input.strategy);
   return plan;
 }

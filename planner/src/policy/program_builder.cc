@@ -71,7 +71,7 @@ bool ProgramBuilder::IsWork(const TraceEvent& event) const {
     });
   }
   return std::holds_alternative<OperatorEvent>(event) || std::holds_alternative<AllocateEvent>(event) ||
-         std::holds_alternative<FreeEvent>(event);
+         std::holds_alternative<FreeEvent>(event) || std::holds_alternative<CollectiveWaitEvent>(event);
 }
 
 void ProgramBuilder::BeginStep(std::string name) {
@@ -277,6 +277,12 @@ void ProgramBuilder::Compute(const HookPoint& event, const std::vector<Parameter
   compute.reason.clear();
 }
 
+OperatorEvent ProgramBuilder::OnPlansCommunicator(OperatorEvent op) const {
+  if (op.collective)
+    op.collective->communicator = partition_.model_communicators[op.collective->communicator];
+  return op;
+}
+
 Segment ProgramBuilder::MakeSegment(const HookPoint& event, const SegmentKey& key) const {
   const EventRange& range = event.range;
   const Pass& pass = range.backward ? trace_.backwards[range.pass] : trace_.forwards[range.pass];
@@ -301,7 +307,9 @@ Segment ProgramBuilder::MakeSegment(const HookPoint& event, const SegmentKey& ke
         const UnitParameterRef owner = OwnerOf(partition_, parameter, op->module);
         if (owner.unit >= 0) reads.insert(owner.unit);
       }
-      segment.entries.push_back(*op);
+      segment.entries.push_back(OnPlansCommunicator(*op));
+    } else if (const auto* wait = std::get_if<CollectiveWaitEvent>(&traced)) {
+      segment.entries.push_back(*wait);
     } else if (const auto* allocate = std::get_if<AllocateEvent>(&traced)) {
       AllocateEvent entry = *allocate;
       if (entry.role == StorageRole::kParameterGrad &&

@@ -12,6 +12,7 @@
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/checks.h"
 #include "shardplan/schemas/precision.h"
+#include "units/model_communicators.h"
 #include "units/unit_maker.h"
 #include "units/unit_parameters.h"
 
@@ -324,7 +325,10 @@ class Partitioner {
 
 Result<Partition> ChooseUnits(const Trace& trace, const ModelIndex& index, const Strategy& strategy,
                               UnitMaker& maker, std::int64_t cluster_ranks) {
-  return Partitioner(trace, index, strategy, maker).Run(cluster_ranks);
+  Result<Partition> made = Partitioner(trace, index, strategy, maker).Run(cluster_ranks);
+  if (!made) return made;
+  if (Status s = AddModelCommunicators(trace, cluster_ranks, *made); !s) return std::unexpected(s.error());
+  return made;
 }
 
 UnitId FirstGroupOf(const Partition& partition, UnitId unit) {

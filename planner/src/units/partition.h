@@ -53,6 +53,7 @@ struct Partition {
   std::vector<std::vector<UnitParameterRef>> owners;  // by ParameterId; several when a tie is broken
   std::vector<UnitId> states;  // pre-order over modules; a unit of two modules is there twice
   std::vector<Communicator> communicators;
+  std::vector<CommunicatorId> model_communicators;  // by communicator of the trace; -1: no collective uses it
   std::vector<StrategyMeshDim> mesh;
   std::map<std::string, CommunicatorId> mesh_groups;  // fsdp2: of dimensions that are not FSDP's, by name
   std::int64_t shard_size = 1;

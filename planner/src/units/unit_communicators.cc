@@ -12,20 +12,6 @@ namespace shardplan {
 
 namespace {
 
-// The mesh of a strategy that gives none: the dimensions that the traced parameters lie on, innermost, and
-// the rest of the ranks to shard over.
-std::vector<StrategyMeshDim> DefaultMesh(const Trace& trace, std::int64_t ranks) {
-  std::vector<StrategyMeshDim> dims = {{"shard", ranks}};
-  for (const Parameter& parameter : trace.parameters) {
-    for (const ParameterPlacement& placement : parameter.placements) {
-      if (std::ranges::find(dims, placement.mesh_dim, &StrategyMeshDim::name) != dims.end()) continue;
-      dims.push_back({placement.mesh_dim, placement.size});
-      dims.front().size /= std::max<std::int64_t>(placement.size, 1);
-    }
-  }
-  return dims;
-}
-
 // The groups of `size` adjacent ranks of the unit's shards. `not_divided`: what is wrong where these are no
 // whole groups.
 Result<MeshDigits> AdjacentRanks(const UnitChoice& choice, std::int64_t size, const std::string& pointer,
@@ -44,9 +30,8 @@ Result<MeshDigits> AdjacentRanks(const UnitChoice& choice, std::int64_t size, co
 
 }  // namespace
 
-Status UnitCommunicators::Begin(std::int64_t cluster_ranks, const Trace& trace, Partition& partition) {
-  Result<Mesh> mesh =
-      Mesh::Make(strategy_.mesh.empty() ? DefaultMesh(trace, cluster_ranks) : strategy_.mesh, cluster_ranks);
+Status UnitCommunicators::Begin(std::int64_t cluster_ranks, Partition& partition) {
+  Result<Mesh> mesh = Mesh::Make(strategy_.mesh, cluster_ranks);
   if (!mesh) return std::unexpected(mesh.error());
   mesh_ = std::move(*mesh);
   partition.mesh = mesh_.dims();

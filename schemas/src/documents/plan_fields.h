@@ -126,25 +126,6 @@ inline constexpr auto kFields<PlanStream> = FieldList(Required("name", &PlanStre
                                                           .AtLeast(std::numeric_limits<std::int32_t>::min()));
 
 template <>
-inline constexpr Definition kDefinition<CommunicatorDim> = {.says = "A digit of the rank."};
-template <>
-inline constexpr auto kFields<CommunicatorDim> =
-    FieldList(Required("size", &CommunicatorDim::size, "Ranks along it.").AtLeast(1),
-              Required("stride", &CommunicatorDim::stride, "Ranks between neighbours.").AtLeast(1));
-
-template <>
-inline constexpr Definition kDefinition<Communicator> = {
-    "plan", "communicator", "The ranks that differ only in the digit (rank / stride) mod size."};
-template <>
-inline constexpr auto kFields<Communicator> =
-    FieldList(Required("name", &Communicator::name, "\"shard\"."),
-              Required("size", &Communicator::size, "Ranks of a group.").AtLeast(1),
-              Optional("stride", &Communicator::stride, "Distance of neighbours.").AtLeast(1),
-              Optional("dims", &Communicator::dims,
-                       "Digits of a group flattened from dimensions that do not lie side by side, the most "
-                       "significant first; size is their product and stride that of the last."));
-
-template <>
 inline constexpr Definition kDefinition<SegmentGrad> = {.says = "A parameter's unsharded gradient."};
 template <>
 inline constexpr auto kFields<SegmentGrad> =
@@ -324,7 +305,10 @@ inline constexpr auto kFields<Plan> = FieldList(
         "is refused.")
         .Lines(),
     Required("world_size", &Plan::world_size, "Ranks.").AtLeast(1),
-    Optional("tokens_per_step", &Plan::tokens_per_step, "Of one rank."),
+    Optional("tokens_per_step", &Plan::tokens_per_step, "That one rank works on."),
+    Optional("ranks_per_batch", &Plan::ranks_per_batch,
+             "Ranks that work on the same tokens together: along tensor parallelism, say.")
+        .AtLeast(1),
     Optional("mesh", &Plan::mesh, "Outermost first."),
     Required("cluster", &Plan::cluster, "Costs are computed from it when no other is given."),
     Required("strategy", &Plan::strategy, "What the plan was made by."),
@@ -356,8 +340,6 @@ extern template const JsonObjectType& JsonObjectTypeOf<Unit>();
 extern template const JsonObjectType& JsonObjectTypeOf<UnitParameter>();
 extern template const JsonObjectType& JsonObjectTypeOf<Buffer>();
 extern template const JsonObjectType& JsonObjectTypeOf<PlanStream>();
-extern template const JsonObjectType& JsonObjectTypeOf<Communicator>();
-extern template const JsonObjectType& JsonObjectTypeOf<CommunicatorDim>();
 extern template const JsonObjectType& JsonObjectTypeOf<SegmentGrad>();
 extern template const JsonObjectType& JsonObjectTypeOf<Segment>();
 extern template const JsonObjectType& JsonObjectTypeOf<ModelPasses>();

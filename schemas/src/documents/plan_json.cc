@@ -18,8 +18,6 @@ template const JsonObjectType& JsonObjectTypeOf<Unit>();
 template const JsonObjectType& JsonObjectTypeOf<UnitParameter>();
 template const JsonObjectType& JsonObjectTypeOf<Buffer>();
 template const JsonObjectType& JsonObjectTypeOf<PlanStream>();
-template const JsonObjectType& JsonObjectTypeOf<Communicator>();
-template const JsonObjectType& JsonObjectTypeOf<CommunicatorDim>();
 template const JsonObjectType& JsonObjectTypeOf<SegmentGrad>();
 template const JsonObjectType& JsonObjectTypeOf<Segment>();
 template const JsonObjectType& JsonObjectTypeOf<ModelPasses>();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <map>
 #include <set>
@@ -15,6 +16,7 @@
 #include "documents/trace_modules_check.h"
 #include "json/fields.h"
 #include "shardplan/schemas/checks.h"
+#include "shardplan/schemas/collective_kinds.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
@@ -296,6 +298,7 @@ class PassesCheck {
   }
   Status OnBackward(const FreeEvent& free) { return CheckMemory(free); }
   Status OnBackward(const OperatorEvent& op) { return CheckMemory(op); }
+  Status OnBackward(const CollectiveWaitEvent& wait) { return CheckMemory(wait); }
 
   Status OfForward() const { return MakeInputError(At("/0"), "an event of a forward in a backward"); }
   Status BeforeTheEnd() const {
@@ -326,7 +329,13 @@ class PassesCheck {
   Status CheckMemory(const TraceEvent& event) {
     if (const auto* op = std::get_if<OperatorEvent>(&event)) {
       if (Status status = CheckUses(op->reads, "/8"); !status) return status;
-      return CheckUses(op->writes, "/9");
+      if (Status status = CheckUses(op->writes, "/9"); !status) return status;
+      return op->collective ? CheckCollective(*op->collective) : Status{};
+    }
+    if (const auto* wait = std::get_if<CollectiveWaitEvent>(&event)) {
+      if (works_.contains(wait->work)) return {};
+      return MakeInputError(At("/1"), "no collective of this number is issued before",
+                            fmt::format("{}", wait->work), "the work of a collective");
     }
     if (const auto* allocate = std::get_if<AllocateEvent>(&event)) {
       born_.insert(allocate->storage);
@@ -353,6 +362,16 @@ class PassesCheck {
     if (born_here_.contains(release.storage) && released_.insert(release.storage).second) return {};
     return MakeInputError(At("/1"), "a storage is released once, in the forward that it is born in",
                           fmt::format("{}", release.storage));
+  }
+
+  Status CheckCollective(const ModelCollective& collective) {
+    if (collective.work >= 0) works_.insert(collective.work);
+    const std::int64_t size = trace_.communicators[static_cast<std::size_t>(collective.communicator)].size;
+    const bool transfers = DescriptionOf(collective.kind).movement == CollectiveMovement::kTransfer;
+    if (transfers ? collective.peer >= 1 && collective.peer < size : collective.peer < 0) return {};
+    return MakeInputError(At("/11/peer"), "a send and a receive say to whom, and nothing else does",
+                          fmt::format("{}", collective.peer),
+                          transfers ? fmt::format("1 to {}", size - 1) : "no peer");
   }
 
   Status CheckUses(const std::vector<StorageId>& storages, std::string_view field) const {
@@ -392,12 +411,37 @@ class PassesCheck {
   std::set<std::tuple<ModuleId, std::int32_t, std::int32_t>> done_;
   std::set<ParameterId> reduced_;
   std::unordered_map<StorageId, ParameterId> grads_;
+  std::unordered_set<std::int32_t> works_;  // of asynchronous collectives, in any pass
   bool ended_ = false;
 };
+
+// Groups of ranks that the traced job has, and dimensions that something names.
+Status CheckCommunicators(const Trace& trace) {
+  std::set<std::string_view> names;
+  for (std::size_t c = 0; c < trace.communicators.size(); ++c) {
+    const Communicator& communicator = trace.communicators[c];
+    const std::string pointer = fmt::format("/communicators/{}", c);
+    if (!Divides(communicator, trace.world_size)) {
+      return MakeInputError(
+          pointer, "the communicator's groups are not all there on so many ranks",
+          fmt::format("{} (size {}, stride {})", communicator.name, communicator.size, communicator.stride),
+          fmt::format("groups of {} ranks", trace.world_size));
+    }
+    if (!names.insert(communicator.name).second)
+      return MakeInputError(pointer + "/name", "two communicators have one name", communicator.name);
+  }
+  for (std::size_t d = 0; d < trace.same_batch.size(); ++d) {
+    if (names.contains(trace.same_batch[d])) continue;
+    return MakeInputError(fmt::format("/same_batch/{}", d), "no communicator has this name",
+                          trace.same_batch[d], fmt::format("{}", fmt::join(names, ", ")));
+  }
+  return {};
+}
 
 }  // namespace
 
 Status CheckTrace(const Trace& trace) {
+  if (Status status = CheckCommunicators(trace); !status) return status;
   if (Status status = CheckModules(trace); !status) return status;
   return PassesCheck(trace).Run();
 }

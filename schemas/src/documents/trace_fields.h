@@ -12,6 +12,25 @@ template <>
 inline constexpr Definition kDefinition<DType> = {"trace", "dtype", "Element type, as torch names it."};
 
 template <>
+inline constexpr Definition kDefinition<CommunicatorDim> = {.says = "A digit of the rank."};
+template <>
+inline constexpr auto kFields<CommunicatorDim> =
+    FieldList(Required("size", &CommunicatorDim::size, "Ranks along it.").AtLeast(1),
+              Required("stride", &CommunicatorDim::stride, "Ranks between neighbours.").AtLeast(1));
+
+template <>
+inline constexpr Definition kDefinition<Communicator> = {
+    "trace", "communicator", "The ranks that differ only in the digit (rank / stride) mod size."};
+template <>
+inline constexpr auto kFields<Communicator> =
+    FieldList(Required("name", &Communicator::name, "\"shard\"."),
+              Required("size", &Communicator::size, "Ranks of a group.").AtLeast(1),
+              Optional("stride", &Communicator::stride, "Distance of neighbours.").AtLeast(1),
+              Optional("dims", &Communicator::dims,
+                       "Digits of a group flattened from dimensions that do not lie side by side, the most "
+                       "significant first; size is their product and stride that of the last."));
+
+template <>
 inline constexpr Definition kDefinition<NamedParameter> = {
     .says = "A parameter that the module registers itself."};
 template <>
@@ -128,12 +147,43 @@ inline constexpr auto kFields<ExitEvent> =
                   .Ref(RefKind::kTensor));
 
 template <>
+inline constexpr Definition kDefinition<ModelCollective> = {
+    "trace", "model_collective", "The part of an operator that is a collective of the model's own."};
+template <>
+inline constexpr auto kFields<ModelCollective> = FieldList(
+    Required("kind", &ModelCollective::kind, "Kind of collective."),
+    Required("communicator", &ModelCollective::communicator, "Communicator: index into communicators.")
+        .Ref(RefKind::kCommunicator),
+    Required("size_bytes", &ModelCollective::size_bytes,
+             "The full tensor: the output of an all_gather or a gather, the input of a reduce_scatter or a "
+             "scatter, what a rank sends in an all_to_all or a send."),
+    Optional("work", &ModelCollective::work, "Of an asynchronous one: its number; -1: waited for at once.")
+        .OrNone(),
+    Optional("peer", &ModelCollective::peer,
+             "send, recv: places in the group from this rank on to the other one, or -1.")
+        .OrNone(),
+    Optional("batch", &ModelCollective::batch, "What is issued as one group has one number, or -1.").OrNone(),
+    Optional("busiest_ppm", &ModelCollective::busiest_ppm,
+             "all_to_all: bytes that the busiest rank sends or receives, in millionths of size_bytes.")
+        .AtLeast(1));
+
+template <>
+inline constexpr std::string_view kTag<CollectiveWaitEvent> = "wait";
+template <>
+inline constexpr Definition kDefinition<CollectiveWaitEvent> = {
+    "trace", "collective_wait_event", "The compute stream waits for an asynchronous collective."};
+template <>
+inline constexpr auto kFields<CollectiveWaitEvent> = FieldList(Required("work", &CollectiveWaitEvent::work,
+                                                                        "Number of the collective."));
+
+template <>
 inline constexpr std::string_view kTag<OperatorEvent> = "op";
 template <>
 inline constexpr Definition kDefinition<OperatorEvent> = {
     "trace", "operator_event",
     "One operator that a GPU would run: [\"op\", name, module, dtype, flops, bytes_read, bytes_written, "
-    "duration_ns, reads, writes, parameters]."};
+    "duration_ns, reads, writes, parameters], and of a collective of the model what it moves, as last "
+    "element."};
 template <>
 inline constexpr auto kFields<OperatorEvent> = FieldList(
     Required("name", &OperatorEvent::name, "Name, \"aten.mm\"."),
@@ -145,7 +195,8 @@ inline constexpr auto kFields<OperatorEvent> = FieldList(
     Required("duration_ns", &OperatorEvent::duration_ns, "Measured duration, or -1.").OrNone(),
     Required("reads", &OperatorEvent::reads, "Storages read (not those of parameters).").Storage(),
     Required("writes", &OperatorEvent::writes, "Storages written.").Storage(),
-    Required("parameters", &OperatorEvent::parameters, "Parameters read.").Ref(RefKind::kParameter));
+    Required("parameters", &OperatorEvent::parameters, "Parameters read.").Ref(RefKind::kParameter),
+    Optional("collective", &OperatorEvent::collective, "Of a collective of the model."));
 
 template <>
 inline constexpr std::string_view kTag<AllocateEvent> = "+";
@@ -271,6 +322,8 @@ template <>
 inline constexpr bool kIsEvent<BackwardEndEvent> = true;
 template <>
 inline constexpr bool kIsEvent<ReleaseEvent> = true;
+template <>
+inline constexpr bool kIsEvent<CollectiveWaitEvent> = true;
 
 template <>
 inline constexpr Definition kDefinition<TraceEvent> = {
@@ -331,6 +384,13 @@ inline constexpr auto kFields<Trace> = FieldList(
     Required("compute_dtype", &Trace::compute_dtype, "The dtype that the passes were recorded in."),
     Optional("tokens_per_batch", &Trace::tokens_per_batch,
              "Batch x sequence of one rank's micro-batch; samples when there is no sequence."),
+    Optional("world_size", &Trace::world_size, "Ranks of the job that was traced.").AtLeast(1),
+    Optional("same_batch", &Trace::same_batch,
+             "Names of mesh dimensions along which all ranks work on one batch."),
+    Optional("communicators", &Trace::communicators,
+             "Groups of ranks: of the model's collectives, and of mesh dimensions that placements name.")
+        .Lines()
+        .Defines(RefKind::kCommunicator),
     Required("modules", &Trace::modules, "Pre-order, children in registration order; the first is the root.")
         .Lines()
         .NotEmpty()
@@ -363,5 +423,9 @@ extern template const JsonObjectType& JsonObjectTypeOf<RecomputeEnterEvent>();
 extern template const JsonObjectType& JsonObjectTypeOf<RecomputeExitEvent>();
 extern template const JsonObjectType& JsonObjectTypeOf<BackwardEndEvent>();
 extern template const JsonObjectType& JsonObjectTypeOf<ReleaseEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<CollectiveWaitEvent>();
+extern template const JsonObjectType& JsonObjectTypeOf<ModelCollective>();
+extern template const JsonObjectType& JsonObjectTypeOf<Communicator>();
+extern template const JsonObjectType& JsonObjectTypeOf<CommunicatorDim>();
 
 }  // namespace shardplan

@@ -25,6 +25,10 @@ template const JsonObjectType& JsonObjectTypeOf<RecomputeEnterEvent>();
 template const JsonObjectType& JsonObjectTypeOf<RecomputeExitEvent>();
 template const JsonObjectType& JsonObjectTypeOf<BackwardEndEvent>();
 template const JsonObjectType& JsonObjectTypeOf<ReleaseEvent>();
+template const JsonObjectType& JsonObjectTypeOf<CollectiveWaitEvent>();
+template const JsonObjectType& JsonObjectTypeOf<ModelCollective>();
+template const JsonObjectType& JsonObjectTypeOf<Communicator>();
+template const JsonObjectType& JsonObjectTypeOf<CommunicatorDim>();
 
 bool IsPlaceInTrace(std::string_view pointer) {
   if (!pointer.starts_with('/')) return false;

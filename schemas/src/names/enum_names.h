@@ -28,7 +28,8 @@ SHARDPLAN_ENUM_NAMES(DType, "float64", "float32", "bfloat16", "float16", "float8
                      "complex32", "uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e5m2fnuz",
                      "float8_e8m0fnu");
 SHARDPLAN_ENUM_NAMES(PyTorchVersion, "2.11", "2.15");
-SHARDPLAN_ENUM_NAMES(CollectiveKind, "all_gather", "reduce_scatter", "all_reduce");
+SHARDPLAN_ENUM_NAMES(CollectiveKind, "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast",
+                     "reduce", "gather", "scatter", "send", "recv");
 SHARDPLAN_ENUM_NAMES(CollectiveAlgorithm, "ring", "tree", "pat", "nvls");
 SHARDPLAN_ENUM_NAMES(ClusterFigure, "matmul", "attention", "vector", "memory", "kernel_overhead", "host",
                      "host_memory", "host_link", "collectives", "inner_link", "network", "compute_slowdown",

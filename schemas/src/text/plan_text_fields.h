@@ -14,23 +14,26 @@ struct PlanHeader {
   std::vector<KnownFault> known_faults;
   std::int64_t world_size = 1;
   std::int64_t tokens_per_step = 0;
+  std::int64_t ranks_per_batch = 1;
   std::vector<StrategyMeshDim> mesh;
   UnmanagedParameters unmanaged;
   ModelPasses passes;
   std::int32_t steady_step = 0;
 };
 inline PlanHeader PlanHeaderOf(const Plan& plan) {
-  return {plan.model,           plan.policy, plan.digests,   plan.known_faults, plan.world_size,
-          plan.tokens_per_step, plan.mesh,   plan.unmanaged, plan.passes,       plan.steady_step};
+  return {plan.model,      plan.policy,          plan.digests,         plan.known_faults,
+          plan.world_size, plan.tokens_per_step, plan.ranks_per_batch, plan.mesh,
+          plan.unmanaged,  plan.passes,          plan.steady_step};
 }
 template <>
 inline constexpr auto kFields<PlanHeader> =
     FieldList(Required("model", &PlanHeader::model), Required("policy", &PlanHeader::policy),
               Optional("digests", &PlanHeader::digests), Optional("known_faults", &PlanHeader::known_faults),
               Required("world_size", &PlanHeader::world_size),
-              Optional("tokens_per_step", &PlanHeader::tokens_per_step), Optional("mesh", &PlanHeader::mesh),
-              Optional("unmanaged", &PlanHeader::unmanaged), Optional("passes", &PlanHeader::passes),
-              Optional("steady_step", &PlanHeader::steady_step));
+              Optional("tokens_per_step", &PlanHeader::tokens_per_step),
+              Optional("ranks_per_batch", &PlanHeader::ranks_per_batch).AtLeast(1),
+              Optional("mesh", &PlanHeader::mesh), Optional("unmanaged", &PlanHeader::unmanaged),
+              Optional("passes", &PlanHeader::passes), Optional("steady_step", &PlanHeader::steady_step));
 
 // A procedure without its instructions.
 struct ProcedureHeader {

@@ -114,7 +114,7 @@ class TextToJson {
     if (keyword == "plan") {
       field = json.substr(1, json.size() - 2);  // its fields belong to the top level
       for (const char* name : {"model", "policy", "digests", "known_faults", "world_size", "tokens_per_step",
-                               "mesh", "unmanaged", "passes", "steady_step"}) {
+                               "ranks_per_batch", "mesh", "unmanaged", "passes", "steady_step"}) {
         lines_[fmt::format("/{}", name)] = line_;
       }
     } else {

@@ -117,7 +117,8 @@ class StepWorkBuilder {
 
   void AddOperator(const OperatorEvent& op) {
     const std::int64_t index = operators();
-    const std::int64_t op_ns = costs_->Operator(op).value;
+    // A collective of the model is no work of the compute stream. The bound leaves it out.
+    const std::int64_t op_ns = op.collective ? 0 : costs_->Operator(op).value;
     work_.durations_ns.push_back(op_ns);
     for (const ParameterId parameter : op.parameters) Mark(work_.parameters[parameter].reads, index);
     std::set<StorageId> used(op.reads.begin(), op.reads.end());

@@ -8,6 +8,15 @@
 // a switch that reduces (NVLS) lets each rank send the tensor once. These factors, and 2.8 us for each rank
 // of PAT, are those of NCCL's own tuning model; the latencies are the links'. NCCL takes what it expects to
 // be fastest, and so does this.
+//
+// A broadcast and a reduce are a ring that begins at the root. All of the tensor has to leave it or reach it
+// (nccl-tests, PERFORMANCE.md: bus bandwidth = size / time). Its pieces follow each other through the ranks
+// (NCCL, device/broadcast.h).
+//
+// An all_to_all is a send and a recv of each rank with each other one (NCCL, enqueue.cc). They go to the
+// ranks of its node over the first link, and at the same time to the others through its own adapter. They
+// begin in the rounds of NCCL's schedule, from node to node and in a node from rank to rank (init.cc). The
+// root of a gather and a scatter has the same sends or recvs.
 #include "cost/collective_model.h"
 
 #include <algorithm>
@@ -16,6 +25,7 @@
 #include <string>
 
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/collective_kinds.h"
 
 namespace shardplan::internal {
 namespace {
@@ -47,7 +57,11 @@ struct Road {
   }
 };
 
-Road UsualRoad(const Cluster& cluster, const GroupPlacement& place) {
+std::int64_t Beyond(const Link& outer, std::int64_t rate) {
+  return std::max<std::int64_t>(1, MulDiv(rate, outer.beyond_pod_rate_ppm, kWholeRate));
+}
+
+Road RingRoad(const Cluster& cluster, const GroupPlacement& place) {
   Road road;
   road.inner_ns = cluster.links[0].latency_ns.value;
   road.inner_rate = cluster.links[0].bytes_per_second;
@@ -57,10 +71,43 @@ Road UsualRoad(const Cluster& cluster, const GroupPlacement& place) {
   road.uses_inner = place.most_in_node > 1;
   road.outer_ns = outer.latency_ns.value;
   road.outer_rate = MulDiv(outer.bytes_per_second, place.fewest_in_node, 1);
-  if (place.beyond_pod)
-    road.outer_rate =
-        std::max<std::int64_t>(1, MulDiv(road.outer_rate, outer.beyond_pod_rate_ppm, kWholeRate));
+  if (place.beyond_pod) road.outer_rate = Beyond(outer, road.outer_rate);
   return road;
+}
+
+// The road of sends from rank to rank: each has its own adapter. Rates are of the whole tensor, of which
+// `in_node` / `ranks` stay in the node and `out_of_node` / `ranks` do not.
+Road DirectRoad(const Cluster& cluster, const GroupPlacement& place, std::int64_t ranks, std::int64_t in_node,
+                std::int64_t out_of_node) {
+  Road road = RingRoad(cluster, place);
+  const auto of_whole = [&](std::int64_t rate, std::int64_t moved) {
+    return rate <= 0 ? 0 : MulDivUp(rate, ranks, moved);
+  };
+  road.uses_inner = in_node > 0;
+  if (road.uses_inner) road.inner_rate = of_whole(road.inner_rate, in_node);
+  if (road.uses_outer) {
+    const Link& outer = cluster.links[1];
+    const std::int64_t rate = outer.bytes_per_second;
+    road.outer_rate = of_whole(place.beyond_pod ? Beyond(outer, rate) : rate, out_of_node);
+  }
+  return road;
+}
+
+// The road of a collective under the usual protocol.
+Road RoadOf(const Cluster& cluster, const CollectiveRequest& request, const GroupPlacement& place) {
+  switch (DescriptionOf(request.kind).movement) {
+    case CollectiveMovement::kRing:
+    case CollectiveMovement::kRingTwice:
+    case CollectiveMovement::kChain:
+      return RingRoad(cluster, place);
+    case CollectiveMovement::kExchange:
+    case CollectiveMovement::kRooted:
+      return DirectRoad(cluster, place, request.ranks, place.most_in_node - 1,
+                        request.ranks - place.fewest_in_node);
+    case CollectiveMovement::kTransfer:
+      return DirectRoad(cluster, place, 1, place.nodes > 1 ? 0 : 1, 1);
+  }
+  return {};
 }
 
 const LinkProtocol* FindProtocol(const Link& link, const std::string& name) {
@@ -101,14 +148,20 @@ LinkLoads LoadsOf(const Road& road) {
 class Choice {
  public:
   Choice(const Cluster& cluster, const CollectiveRequest& request, const GroupPlacement& place)
-      : cluster_(cluster), request_(request), place_(place), narrow_(cluster.links[LinkOf(place)]) {
+      : cluster_(cluster),
+        request_(request),
+        place_(place),
+        narrow_(cluster.links[LinkOf(place)]),
+        movement_(DescriptionOf(request.kind).movement),
+        size_(BusiestBytes(request).value) {
     base_ns_ = cluster.links[0].base_latency_ns.value;
     if (place.nodes > 1) base_ns_ = std::max(base_ns_, cluster.links[1].base_latency_ns.value);
   }
 
   CollectiveCost Best() {
-    const Road usual = UsualRoad(cluster_, place_);
+    const Road usual = RoadOf(cluster_, request_, place_);
     Try(usual);
+    if (!InRing()) return std::move(best_);
     for (const LinkProtocol& protocol : narrow_.protocols) {
       if (const std::optional<Road> road = Under(usual, cluster_, protocol.name)) Try(*road);
     }
@@ -119,30 +172,66 @@ class Choice {
   bool Has(CollectiveAlgorithm algorithm) const {
     return std::ranges::find(narrow_.algorithms, algorithm) != narrow_.algorithms.end();
   }
+  bool InRing() const {
+    return movement_ == CollectiveMovement::kRing || movement_ == CollectiveMovement::kRingTwice ||
+           movement_ == CollectiveMovement::kChain;
+  }
 
   void Try(const Road& road) {
-    const std::int64_t size = request_.full_tensor_bytes.value;
-    const bool reduces = request_.kind == CollectiveKind::kAllReduce;
-    const std::int64_t steps_ns =
-        road.inner_ns * (request_.ranks - place_.nodes) + road.outer_ns * (place_.nodes - 1);
-    const std::int64_t sent = MulDivUp(size, request_.ranks - 1, request_.ranks);
-    Take(road, "", (reduces ? 2 : 1) * Limited(steps_ns + TimeAt(sent, road.Rate())));
-    const std::int64_t levels = StepsOfTree(place_.nodes);
-    if (reduces && Has(CollectiveAlgorithm::kTree)) {
-      const std::int64_t climb_ns = road.inner_ns * (place_.most_in_node - 1) + road.outer_ns * levels;
-      Take(road, "tree", 2 * Limited(climb_ns + TimeAt(size, Part(road.Rate(), kTreeRatePpm))));
+    const std::int64_t sent = MulDivUp(size_, request_.ranks - 1, request_.ranks);
+    switch (movement_) {
+      case CollectiveMovement::kRing:
+        Take(road, "", Limited(StepsNs(road) + TimeAt(sent, road.Rate())));
+        TryPat(road, sent);
+        break;
+      case CollectiveMovement::kRingTwice:
+        Take(road, "", 2 * Limited(StepsNs(road) + TimeAt(sent, road.Rate())));
+        TryTree(road);
+        TryNvls(road);
+        break;
+      case CollectiveMovement::kChain:
+        Take(road, "", Limited(StepsNs(road) + TimeAt(size_, road.Rate())));
+        break;
+      case CollectiveMovement::kExchange:
+      case CollectiveMovement::kRooted:
+        Take(road, "", Limited(RoundsNs(road) + TimeAt(size_, road.Rate())));
+        break;
+      case CollectiveMovement::kTransfer:
+        Take(road, "",
+             Limited((road.uses_outer ? road.outer_ns : road.inner_ns) + TimeAt(size_, road.Rate())));
+        break;
     }
-    if (!reduces && place_.nodes > 1 && place_.most_in_node == 1 && Has(CollectiveAlgorithm::kPat)) {
-      const std::int64_t climb_ns = MulDiv(road.outer_ns * levels, 2, 7) + kPatRankNs * request_.ranks;
-      Take(road, "pat", Limited(climb_ns + TimeAt(sent, Part(road.Rate(), kPatRatePpm))));
-    }
-    if (reduces && place_.most_in_node > 2 && road.protocol.empty() && Has(CollectiveAlgorithm::kNvls)) {
-      const std::int64_t in_node = size + MulDivUp(size, 1, place_.most_in_node);
-      const std::int64_t inner_ns = TimeAt(in_node, Part(road.inner_rate, cluster_.links[0].nvls_rate_ppm));
-      const std::int64_t outer_ns = road.uses_outer ? 2 * TimeAt(size, road.outer_rate) : 0;
-      Take(road, "nvls",
-           Limited(2 * (road.inner_ns + road.outer_ns * levels) + std::max(inner_ns, outer_ns)));
-    }
+  }
+
+  std::int64_t StepsNs(const Road& road) const {
+    return road.inner_ns * (request_.ranks - place_.nodes) + road.outer_ns * (place_.nodes - 1);
+  }
+  // One for each other rank of the node, and one for each other node.
+  std::int64_t RoundsNs(const Road& road) const {
+    return road.inner_ns * (place_.most_in_node - 1) + road.outer_ns * (place_.nodes - 1);
+  }
+
+  void TryTree(const Road& road) {
+    if (!Has(CollectiveAlgorithm::kTree)) return;
+    const std::int64_t climb_ns =
+        road.inner_ns * (place_.most_in_node - 1) + road.outer_ns * StepsOfTree(place_.nodes);
+    Take(road, "tree", 2 * Limited(climb_ns + TimeAt(size_, Part(road.Rate(), kTreeRatePpm))));
+  }
+
+  void TryNvls(const Road& road) {
+    if (place_.most_in_node <= 2 || !road.protocol.empty() || !Has(CollectiveAlgorithm::kNvls)) return;
+    const std::int64_t in_node = size_ + MulDivUp(size_, 1, place_.most_in_node);
+    const std::int64_t inner_ns = TimeAt(in_node, Part(road.inner_rate, cluster_.links[0].nvls_rate_ppm));
+    const std::int64_t outer_ns = road.uses_outer ? 2 * TimeAt(size_, road.outer_rate) : 0;
+    const std::int64_t steps_ns = 2 * (road.inner_ns + road.outer_ns * StepsOfTree(place_.nodes));
+    Take(road, "nvls", Limited(steps_ns + std::max(inner_ns, outer_ns)));
+  }
+
+  void TryPat(const Road& road, std::int64_t sent) {
+    if (place_.nodes <= 1 || place_.most_in_node != 1 || !Has(CollectiveAlgorithm::kPat)) return;
+    const std::int64_t climb_ns =
+        MulDiv(road.outer_ns * StepsOfTree(place_.nodes), 2, 7) + kPatRankNs * request_.ranks;
+    Take(road, "pat", Limited(climb_ns + TimeAt(sent, Part(road.Rate(), kPatRatePpm))));
   }
 
   static std::int64_t Part(std::int64_t rate, std::int64_t ppm) {
@@ -163,6 +252,8 @@ class Choice {
   const CollectiveRequest& request_;
   const GroupPlacement& place_;
   const Link& narrow_;
+  const CollectiveMovement movement_;
+  const std::int64_t size_;
   std::int64_t base_ns_ = 0;
   bool found_ = false;
   CollectiveCost best_;
@@ -187,28 +278,14 @@ Result<CollectiveCost> ModelledCollective(const Cluster& cluster, const Collecti
   return Choice(cluster, request, place).Best();
 }
 
-Result<CollectiveCost> ModelledExchange(const Cluster& cluster, bool to_all, std::int64_t ranks,
-                                        const GroupPlacement& place, Bytes sent_bytes) {
-  if (Status checked = CheckLinks(cluster, place); !checked) return std::unexpected(checked.error());
-  const Link& narrow = cluster.links[LinkOf(place)];
-  const std::int64_t outer = ranks - place.fewest_in_node;  // ranks of other nodes
-  const std::int64_t size = sent_bytes.value;
-  std::int64_t inner_bytes = place.nodes > 1 ? 0 : size;
-  std::int64_t outer_bytes = place.nodes > 1 ? size : 0;
-  if (to_all) {
-    inner_bytes = MulDivUp(size, place.most_in_node - 1, ranks);
-    outer_bytes = place.nodes > 1 ? MulDivUp(size, outer, ranks) : 0;
-  }
-  std::int64_t time_ns = TimeAt(inner_bytes, cluster.links[0].bytes_per_second);
-  if (place.nodes > 1) time_ns = std::max(time_ns, TimeAt(outer_bytes, narrow.bytes_per_second));
-  return CollectiveCost{{Limited(narrow.base_latency_ns.value + narrow.latency_ns.value + time_ns)},
-                        "alpha-beta " + narrow.name,
-                        {}};
+LinkLoads ModelledLoads(const Cluster& cluster, const CollectiveRequest& request,
+                        const GroupPlacement& place) {
+  if (cluster.links.empty()) return {};
+  return LoadsOf(RoadOf(cluster, request, place));
 }
 
-LinkLoads LoadsOfRing(const Cluster& cluster, const GroupPlacement& place) {
-  if (cluster.links.empty()) return {};
-  return LoadsOf(UsualRoad(cluster, place));
+Bytes BusiestBytes(const CollectiveRequest& request) {
+  return {MulDivUp(request.full_tensor_bytes.value, request.busiest_ppm, kWholeRate)};
 }
 
 }  // namespace shardplan::internal

@@ -10,13 +10,11 @@ namespace shardplan::internal {
 Result<CollectiveCost> ModelledCollective(const Cluster& cluster, const CollectiveRequest& request,
                                           const GroupPlacement& place);
 
-// An all-to-all in which each rank sends `sent_bytes` in equal parts to all ranks of its group, or a send of
-// so many to the next rank. No plan has them: they are compared with measurements (docs/reference/cost.md).
-// One latency, and the bytes at the rates of the links, both at once. kBadInput: a link is missing.
-Result<CollectiveCost> ModelledExchange(const Cluster& cluster, bool to_all, std::int64_t ranks,
-                                        const GroupPlacement& place, Bytes sent_bytes);
+// The loads of the collective's movement on the cluster's links. Links that the cluster lacks are not used.
+LinkLoads ModelledLoads(const Cluster& cluster, const CollectiveRequest& request,
+                        const GroupPlacement& place);
 
-// Loads of a group's rings on the cluster's links. Links that the cluster lacks are not used.
-LinkLoads LoadsOfRing(const Cluster& cluster, const GroupPlacement& place);
+// The size of the collective, if every rank moved as much as the busiest one.
+Bytes BusiestBytes(const CollectiveRequest& request);
 
 }  // namespace shardplan::internal

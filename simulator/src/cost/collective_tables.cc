@@ -4,7 +4,9 @@
 // the algorithm's bandwidth (whole tensor over time) at equal shards is linear in 1 / ranks between and
 // beyond two numbers of ranks. An all_reduce is compared with the all_gather and the reduce_scatter of as
 // many ranks first: where the library takes another algorithm for it than the ring, their ratio says by how
-// much that is faster.
+// much that is faster. A rank's parts of an all_to_all, a gather and a scatter are as large as a shard, and
+// the same holds of them. A broadcast, a reduce and a send move the whole tensor through each rank: on any
+// number of ranks they take as long at the same size.
 #include "cost/collective_tables.h"
 
 #include <algorithm>
@@ -16,14 +18,28 @@
 #include "cost/collective_model.h"
 #include "cost/enclosing.h"
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/collective_kinds.h"
 
 namespace shardplan {
 namespace {
 
 constexpr Bytes kMostTableBytes{std::int64_t{1} << 53};
 
+CollectiveMovement MovementOf(CollectiveKind kind) { return DescriptionOf(kind).movement; }
+
+// A send and its recv are measured as one.
+CollectiveKind MeasuredAs(CollectiveKind kind) {
+  return kind == CollectiveKind::kReceive ? CollectiveKind::kSend : kind;
+}
+
+// Whether each rank has a part of the tensor, and not the whole.
+bool IsOfParts(CollectiveKind kind) {
+  return MovementOf(kind) != CollectiveMovement::kChain && MovementOf(kind) != CollectiveMovement::kTransfer;
+}
+
 // The tables of a placement: those of its link that are of as many nodes. Groups of other numbers of ranks
-// are those of as many whole nodes as they fill.
+// are those of as many whole nodes as they fill. A send is from one rank to another, however many nodes the
+// group spans.
 class TablesOfPlace {
  public:
   TablesOfPlace(const Cluster& cluster, const CollectiveRequest& request, const GroupPlacement& place)
@@ -37,7 +53,7 @@ class TablesOfPlace {
   const CollectiveTable* Find(CollectiveKind kind, std::int64_t ranks) const {
     const CollectiveTable* best = nullptr;
     for (const CollectiveTable& table : cluster_.collectives) {
-      if (table.kind != kind || table.ranks != ranks || table.points.empty() || !IsHere(table)) continue;
+      if (!IsOf(table, kind) || table.ranks != ranks) continue;
       if (best == nullptr || Distance(table) < Distance(*best)) best = &table;
     }
     return best;
@@ -47,21 +63,23 @@ class TablesOfPlace {
   std::vector<std::int64_t> Ranks(CollectiveKind kind, std::int64_t except) const {
     std::set<std::int64_t> ranks;
     for (const CollectiveTable& table : cluster_.collectives) {
-      if (table.kind == kind && table.ranks > 1 && table.ranks != except && !table.points.empty() &&
-          IsHere(table))
-        ranks.insert(table.ranks);
+      if (IsOf(table, kind) && table.ranks > 1 && table.ranks != except) ranks.insert(table.ranks);
     }
     return {ranks.begin(), ranks.end()};
   }
 
  private:
+  bool IsOf(const CollectiveTable& table, CollectiveKind kind) const {
+    return MeasuredAs(table.kind) == MeasuredAs(kind) && !table.points.empty() && IsHere(table);
+  }
   bool IsHere(const CollectiveTable& table) const {
     if (cluster_.links.empty()) {
       if ((table.nodes > 1) != (link_ == 1)) return false;
     } else if (link_ >= cluster_.links.size() || table.link != cluster_.links[link_].name) {
       return false;
     }
-    if (table.nodes == 0 || link_ == 0) return true;
+    if (table.nodes == 0 || link_ == 0 || MovementOf(table.kind) == CollectiveMovement::kTransfer)
+      return true;
     return table.nodes == (table.ranks == ranks_ ? nodes_ : PlaceTable(cluster_, table.ranks, 0, 1).nodes);
   }
   std::int64_t Distance(const CollectiveTable& table) const {
@@ -83,7 +101,7 @@ class RankFit {
     std::set<Bytes> sizes;
     for (const std::int64_t base : bases) {
       for (const CollectivePoint& point : tables_.Find(kind, base)->points) {
-        const Bytes size{internal::MulDiv(point.full_tensor_bytes.value, ranks, base)};
+        const Bytes size = SizeOn(kind, ranks, base, point.full_tensor_bytes);
         if (size <= kMostTableBytes) sizes.insert(size);
       }
     }
@@ -97,18 +115,25 @@ class RankFit {
   }
 
  private:
-  // One or two numbers of ranks to compare with: the nearest on both sides, else the two nearest.
+  // The size on `ranks` ranks that is compared with `size` on `base`.
+  static Bytes SizeOn(CollectiveKind kind, std::int64_t ranks, std::int64_t base, Bytes size) {
+    return IsOfParts(kind) ? Bytes{internal::MulDiv(size.value, ranks, base)} : size;
+  }
+
+  // One or two numbers of ranks to compare with: the nearest on both sides, else the two nearest. One for
+  // whole tensors, the nearest.
   std::vector<std::int64_t> Bases(CollectiveKind kind, std::int64_t ranks) const {
     const std::vector<std::int64_t> all = tables_.Ranks(kind, ranks);
     if (all.size() <= 1) return all;
+    if (!IsOfParts(kind)) return {Nearest(all, ranks).front()};
     const auto above = static_cast<std::size_t>(std::ranges::upper_bound(all, ranks) - all.begin());
     const std::size_t first = std::clamp<std::size_t>(above, 1, all.size() - 1) - 1;
     return {all[first], all[first + 1]};
   }
 
   std::int64_t Measured(CollectiveKind kind, std::int64_t base, std::int64_t ranks, Bytes size) const {
-    const Bytes equal_shards{internal::MulDiv(size.value, base, ranks)};
-    return InterpolateDuration(tables_.Find(kind, base)->points, equal_shards).value;
+    const Bytes there = SizeOn(kind, base, ranks, size);
+    return InterpolateDuration(tables_.Find(kind, base)->points, there).value;
   }
 
   // By the kind's own tables; -1: none.
@@ -119,6 +144,7 @@ class RankFit {
     if (bases.empty()) return -1;
     const std::int64_t a = bases.front();
     const std::int64_t at_a = Measured(kind, a, ranks, size);
+    if (!IsOfParts(kind)) return at_a;
     if (bases.size() == 1) return internal::MulDiv(at_a, ranks - 1, a - 1);
     const std::int64_t b = bases.back();
     const std::int64_t of_a = internal::MulDiv(at_a, ranks, a);
@@ -170,9 +196,10 @@ class RankFit {
   const TablesOfPlace& tables_;
 };
 
-// The rank counts of a table between nodes stand for whole nodes.
-bool FillsNodes(const Cluster& cluster, const GroupPlacement& place) {
-  return place.fewest_in_node == place.most_in_node && place.most_in_node == cluster.ranks_per_node;
+// The rank counts of a table between nodes stand for whole nodes. Sends have no part in that.
+bool CanBeFitted(const Cluster& cluster, CollectiveKind kind, const GroupPlacement& place) {
+  return place.nodes <= 1 || MovementOf(kind) == CollectiveMovement::kTransfer ||
+         (place.fewest_in_node == place.most_in_node && place.most_in_node == cluster.ranks_per_node);
 }
 
 }  // namespace
@@ -222,7 +249,7 @@ std::optional<CollectiveCost> CollectiveTables::Cost(const CollectiveRequest& re
   const CollectiveTable* table = tables.Find(request.kind, request.ranks);
   const bool measured = table != nullptr;
   if (!measured) {
-    if (place.nodes > 1 && !FillsNodes(cluster_, place)) return std::nullopt;
+    if (!CanBeFitted(cluster_, request.kind, place)) return std::nullopt;
     const Key key{request.kind, request.ranks, place.nodes, place.concurrent_groups};
     auto found = fitted_.find(key);
     if (found == fitted_.end()) {
@@ -234,12 +261,12 @@ std::optional<CollectiveCost> CollectiveTables::Cost(const CollectiveRequest& re
     table = &found->second;
     if (table->points.empty()) return std::nullopt;
   }
-  CollectiveCost cost{InterpolateDuration(table->points, request.full_tensor_bytes), "",
-                      LoadsOfRing(cluster_, place)};
+  const Bytes size = BusiestBytes(request);
+  CollectiveCost cost{InterpolateDuration(table->points, size), "", ModelledLoads(cluster_, request, place)};
   cost.source =
       (measured ? "measured " : "fitted ") + std::to_string(request.ranks) + " ranks " + table->link;
   if (table->concurrent_groups > 1) cost.source += " x" + std::to_string(table->concurrent_groups);
-  if (request.full_tensor_bytes > table->points.back().full_tensor_bytes) cost.source += ", extrapolated";
+  if (size > table->points.back().full_tensor_bytes) cost.source += ", extrapolated";
   return cost;
 }
 

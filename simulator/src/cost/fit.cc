@@ -3,13 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <optional>
 #include <set>
 #include <utility>
 
 #include "cost/fixed_log.h"
+#include "cost/median.h"
+#include "shardplan/schemas/collective_kinds.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/measurements.h"
 
@@ -18,12 +19,6 @@ namespace {
 
 constexpr Bytes kSteadyFrom{std::int64_t{16} << 20};
 constexpr std::int64_t kPpm = 1'000'000;
-
-std::int64_t Median(std::vector<std::int64_t> values) {
-  std::ranges::sort(values);
-  const std::size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : internal::MulDiv(values[half - 1] + values[half], 1, 2);
-}
 
 using SamplesBySize = std::map<Bytes, std::vector<std::int64_t>>;
 
@@ -37,7 +32,8 @@ std::vector<CollectivePoint> PoolViolators(const SamplesBySize& samples, Bytes b
   for (const auto& [size, here] : samples) {
     if (size >= below) break;
     pools.push_back({{size}, here});
-    while (pools.size() > 1 && Median(pools[pools.size() - 2].samples) > Median(pools.back().samples)) {
+    while (pools.size() > 1 &&
+           internal::Median(pools[pools.size() - 2].samples) > internal::Median(pools.back().samples)) {
       Pool last = std::move(pools.back());
       pools.pop_back();
       std::ranges::copy(last.sizes, std::back_inserter(pools.back().sizes));
@@ -46,7 +42,7 @@ std::vector<CollectivePoint> PoolViolators(const SamplesBySize& samples, Bytes b
   }
   std::vector<CollectivePoint> points;
   for (const Pool& pool : pools) {
-    for (const Bytes size : pool.sizes) points.push_back({size, {Median(pool.samples)}});
+    for (const Bytes size : pool.sizes) points.push_back({size, {internal::Median(pool.samples)}});
   }
   return points;
 }
@@ -60,82 +56,19 @@ void FitPoints(const SamplesBySize& samples, CollectiveTable& table) {
                                      std::max<std::int64_t>(1, point.duration_ns.value)));
     }
   }
-  if (!off.empty()) table.scatter_ppm = Median(off);
+  if (!off.empty()) table.scatter_ppm = internal::Median(off);
   // A slow outlier just below does not lift what is steady.
   const auto steady = samples.lower_bound(kSteadyFrom);
   if (steady != samples.end()) {
-    const Nanoseconds first{Median(steady->second)};
+    const Nanoseconds first{internal::Median(steady->second)};
     for (CollectivePoint& point : table.points) point.duration_ns = std::min(point.duration_ns, first);
   }
   for (auto it = steady; it != samples.end(); ++it) {
-    Nanoseconds duration{Median(it->second)};
+    Nanoseconds duration{internal::Median(it->second)};
     if (!table.points.empty()) duration = std::max(duration, table.points.back().duration_ns);
     table.points.push_back({it->first, duration});
   }
 }
-
-// The grid of shapes: measured cells, and a guess for the others from those around them.
-class ShapeGrid {
- public:
-  explicit ShapeGrid(std::span<const MatmulMeasurement> rows) {
-    std::map<std::pair<std::int64_t, std::int64_t>, std::vector<std::int64_t>> cells;
-    for (const MatmulMeasurement& row : rows) {
-      cells[{row.batch * row.m * row.n, row.k}].push_back(row.duration_ns.value);
-    }
-    for (const auto& [place, samples] : cells) {
-      rows_[place.first][place.second] = Median(samples);
-      columns_[place.second][place.first] = Median(samples);
-    }
-  }
-
-  std::vector<MatmulRow> Rows() const {
-    std::vector<MatmulRow> made;
-    for (const auto& [output_elements, row] : rows_) {
-      MatmulRow one{.output_elements = output_elements};
-      for (const auto& [inner, column] : columns_) {
-        if (const std::optional<std::int64_t> duration = At(output_elements, inner))
-          one.points.push_back({inner, {*duration}});
-      }
-      made.push_back(std::move(one));
-    }
-    return made;
-  }
-
- private:
-  using Line = std::map<std::int64_t, std::int64_t>;  // duration by place
-
-  // On the line through the neighbours; only between two, unless `beyond`.
-  static std::optional<std::int64_t> Guess(const Line& line, std::int64_t place, bool beyond) {
-    if (line.size() < 2) return std::nullopt;
-    auto high = line.upper_bound(place);
-    if (!beyond && (high == line.end() || high == line.begin())) return std::nullopt;
-    if (high == line.end()) --high;
-    if (high == line.begin()) ++high;
-    const auto low = std::prev(high);
-    const std::int64_t guess = low->second + internal::MulDiv(high->second - low->second, place - low->first,
-                                                              high->first - low->first);
-    // A line through two points that are near can miss by far: not below half of the nearest.
-    return std::max(guess, std::min(low->second, high->second) / 2);
-  }
-
-  std::optional<std::int64_t> At(std::int64_t output_elements, std::int64_t inner) const {
-    const Line& row = rows_.at(output_elements);
-    const Line& column = columns_.at(inner);
-    if (const auto measured = row.find(inner); measured != row.end()) return measured->second;
-    const auto in_row = Guess(row, inner, false);
-    const auto in_column = Guess(column, output_elements, false);
-    if (in_row && in_column) {  // the geometric mean
-      return std::llround(std::sqrt(static_cast<double>(*in_row) * static_cast<double>(*in_column)));
-    }
-    if (in_row) return in_row;
-    if (in_column) return in_column;
-    if (const auto beyond = Guess(row, inner, true)) return beyond;
-    return Guess(column, output_elements, true);
-  }
-
-  std::map<std::int64_t, Line> rows_;     // by output elements
-  std::map<std::int64_t, Line> columns_;  // by inner dimension
-};
 
 // Bytes that a rank sends in a second at the end of a table, where latency no longer counts.
 std::int64_t RateAtTheEnd(const CollectiveTable& table) {
@@ -145,16 +78,24 @@ std::int64_t RateAtTheEnd(const CollectiveTable& table) {
   const std::int64_t time = (last.duration_ns - before.duration_ns).value;
   if (time <= 0) return 0;
   const std::int64_t bytes = (last.full_tensor_bytes - before.full_tensor_bytes).value;
-  const bool reduces = table.kind == CollectiveKind::kAllReduce;
+  // A switch that reduces lets each rank send the tensor and its part of the result.
+  const bool reduces = DescriptionOf(table.kind).movement == CollectiveMovement::kRingTwice;
   const std::int64_t moved =
       internal::MulDiv(bytes, reduces ? table.ranks + 1 : table.ranks - 1, table.ranks);
   return internal::MulDiv(moved, 1'000'000'000, time);
 }
 
-std::vector<CollectiveTable> TablesInsideNodes(const Cluster& cluster) {
+// Kinds that say what the links do: rings. The others are answered by their own tables.
+bool SaysLink(CollectiveKind kind) {
+  const CollectiveMovement movement = DescriptionOf(kind).movement;
+  return movement == CollectiveMovement::kRing || movement == CollectiveMovement::kRingTwice;
+}
+
+std::vector<CollectiveTable> RingsInsideNodes(const Cluster& cluster) {
   std::vector<CollectiveTable> tables;
   for (const CollectiveTable& table : cluster.collectives) {
-    if (table.link == cluster.links[0].name && table.ranks > 1 && !table.points.empty())
+    if (SaysLink(table.kind) && table.link == cluster.links[0].name && table.ranks > 1 &&
+        !table.points.empty())
       tables.push_back(table);
   }
   return tables;
@@ -163,7 +104,7 @@ std::vector<CollectiveTable> TablesInsideNodes(const Cluster& cluster) {
 // The largest number of ranks is nearest to those that nobody measured. The latency of a step is what small
 // tensors take more with more ranks, whatever protocol they take, and the rest is paid once.
 void FitInnerLink(Cluster& cluster) {
-  const std::vector<CollectiveTable> tables = TablesInsideNodes(cluster);
+  const std::vector<CollectiveTable> tables = RingsInsideNodes(cluster);
   std::int64_t most = 0;
   for (const CollectiveTable& table : tables) most = std::max(most, table.ranks);
   std::vector<std::int64_t> rates, steps, once;
@@ -184,9 +125,9 @@ void FitInnerLink(Cluster& cluster) {
   Link& link = cluster.links[0];
   std::erase(rates, 0);
   if (rates.empty()) return;
-  link.bytes_per_second = Median(rates);
+  link.bytes_per_second = internal::Median(rates);
   if (!steps.empty()) {
-    link.latency_ns = {Median(steps)};
+    link.latency_ns = {internal::Median(steps)};
     for (LinkProtocol& protocol : link.protocols)
       protocol.latency_ns = std::max(protocol.latency_ns, link.latency_ns);
     for (const CollectiveTable& table : tables) {
@@ -194,7 +135,7 @@ void FitInnerLink(Cluster& cluster) {
       once.push_back(std::max<std::int64_t>(
           0, table.points.front().duration_ns.value - link.latency_ns.value * (table.ranks - 1)));
     }
-    link.base_latency_ns = {Median(once)};
+    link.base_latency_ns = {internal::Median(once)};
   }
   const auto has_nvls =
       std::ranges::find(link.algorithms, CollectiveAlgorithm::kNvls) != link.algorithms.end();
@@ -277,11 +218,9 @@ class Fit {
     std::int64_t most = 0;
     for (const CollectiveMeasurement& row : rows) {
       const GroupPlacement place = PlaceTable(cluster, row.ranks, row.nodes, row.concurrent_groups);
-      if (!PlannedKind(row.kind)) {
-        ++out[fmt::format("{}, which no plan has", Name(row.kind))];
-      } else if (LinkOf(place) >= cluster.links.size()) {
+      if (LinkOf(place) >= cluster.links.size()) {
         ++out[fmt::format("{} nodes: the cluster has no link between nodes", place.nodes)];
-      } else if (place.nodes == 1) {
+      } else if (place.nodes == 1 && SaysLink(row.kind)) {
         inside = true;
         most = std::max(most, row.ranks);
       }
@@ -316,7 +255,7 @@ class Fit {
     if (cluster.links.empty()) return;
     const Link before = cluster.links[0];
     bool largest = inside;
-    for (const CollectiveTable& table : TablesInsideNodes(cluster)) largest &= table.ranks <= most;
+    for (const CollectiveTable& table : RingsInsideNodes(cluster)) largest &= table.ranks <= most;
     if (largest) FitInnerLink(cluster);
     const Link& link = cluster.links[0];
     if (link == before) {
@@ -379,10 +318,9 @@ std::vector<CollectiveTable> FitCollectiveTables(std::span<const CollectiveMeasu
   std::vector<CollectiveTable> tables;
   std::vector<SamplesBySize> samples;
   for (const CollectiveMeasurement& row : rows) {
-    const std::optional<CollectiveKind> kind = PlannedKind(row.kind);
     const GroupPlacement place = PlaceTable(cluster, row.ranks, row.nodes, row.concurrent_groups);
-    if (!kind || (!cluster.links.empty() && LinkOf(place) >= cluster.links.size())) continue;
-    CollectiveTable table{.kind = *kind,
+    if (!cluster.links.empty() && LinkOf(place) >= cluster.links.size()) continue;
+    CollectiveTable table{.kind = row.kind,
                           .ranks = row.ranks,
                           .concurrent_groups = place.concurrent_groups,
                           .link = cluster.links.empty() ? "" : cluster.links[LinkOf(place)].name,
@@ -401,12 +339,6 @@ std::vector<CollectiveTable> FitCollectiveTables(std::span<const CollectiveMeasu
   }
   for (std::size_t t = 0; t < tables.size(); ++t) FitPoints(samples[t], tables[t]);
   return tables;
-}
-
-std::vector<MatmulRow> FitMatmulShapes(std::span<const MatmulMeasurement> rows) {
-  std::vector<MatmulRow> shapes = ShapeGrid(rows).Rows();
-  std::erase_if(shapes, [](const MatmulRow& row) { return row.points.empty(); });
-  return shapes;
 }
 
 Result<ClusterFit> FitCluster(Cluster base, const Measurements& measurements, const std::string& source,

@@ -9,19 +9,22 @@
 #include <charconv>
 #include <utility>
 
-#include "cost/collective_model.h"
 #include "cost/nccl_tests.h"
+#include "shardplan/schemas/collective_kinds.h"
 
 namespace shardplan {
 namespace {
 
 constexpr std::int64_t kMostValue = std::int64_t{1} << 53;
-constexpr std::array<std::pair<std::string_view, MeasuredCollective>, 5> kCollectiveNames = {
-    {{"all-gather", MeasuredCollective::kAllGather},
-     {"reduce-scatter", MeasuredCollective::kReduceScatter},
-     {"all-reduce", MeasuredCollective::kAllReduce},
-     {"all-to-all", MeasuredCollective::kAllToAll},
-     {"send-recv", MeasuredCollective::kSendRecv}}};
+// A recv is measured with its send, and has no name of its own.
+constexpr auto kMeasuredNames = [] {
+  std::array<std::pair<std::string_view, CollectiveKind>, kCollectiveKindCount - 1> names;
+  std::size_t next = 0;
+  for (const CollectiveDescription& is : kCollectiveKinds) {
+    if (!is.measured.empty()) names[next++] = {is.measured, is.kind};
+  }
+  return names;
+}();
 // The name of a device in tables, and the names that its driver gives.
 constexpr std::array<std::pair<std::string_view, std::string_view>, 6> kDriverNames = {
     {{"h100-sxm", "NVIDIA H100 80GB HBM3"},
@@ -154,7 +157,7 @@ class CsvReader {
 
   Status ReadCollective() {
     CollectiveMeasurement row{.device = std::string(Cell("device"))};
-    const auto kind = OneOf("collective", kCollectiveNames);
+    const auto kind = OneOf("collective", kMeasuredNames);
     if (!kind) return std::unexpected(kind.error());
     row.kind = *kind;
     static constexpr std::array<std::string_view, 4> kNames = {"concurrent_groups", "ranks_per_group",
@@ -206,27 +209,8 @@ class CsvReader {
 
 }  // namespace
 
-std::string_view Name(MeasuredCollective kind) {
-  return kCollectiveNames[static_cast<std::size_t>(kind)].first;  // in the order of the kinds
-}
-
-std::optional<MeasuredCollective> MeasuredCollectiveOf(std::string_view program) {
+std::optional<CollectiveKind> CollectiveOfProgram(std::string_view program) {
   return internal::KindOfProgram(program);
-}
-
-std::optional<CollectiveKind> PlannedKind(MeasuredCollective kind) {
-  switch (kind) {
-    case MeasuredCollective::kAllGather:
-      return CollectiveKind::kAllGather;
-    case MeasuredCollective::kReduceScatter:
-      return CollectiveKind::kReduceScatter;
-    case MeasuredCollective::kAllReduce:
-      return CollectiveKind::kAllReduce;
-    case MeasuredCollective::kAllToAll:
-    case MeasuredCollective::kSendRecv:
-      return std::nullopt;
-  }
-  return std::nullopt;
 }
 
 bool IsDevice(std::string_view name_in_table, const Device& device) {
@@ -242,10 +226,7 @@ Result<Measurements> ParseMeasurements(std::string_view text, const ReadOptions&
 
 Result<CollectiveCost> PredictCollective(const Cluster& cluster, const CollectiveMeasurement& row) {
   const GroupPlacement place = PlaceTable(cluster, row.ranks, row.nodes, row.concurrent_groups);
-  if (const std::optional<CollectiveKind> kind = PlannedKind(row.kind))
-    return MakeCostModel(cluster)->Collective({*kind, row.ranks, {&place, 1}, row.full_tensor_bytes});
-  return internal::ModelledExchange(cluster, row.kind == MeasuredCollective::kAllToAll, row.ranks, place,
-                                    row.full_tensor_bytes);
+  return MakeCostModel(cluster)->Collective({row.kind, row.ranks, {&place, 1}, row.full_tensor_bytes});
 }
 
 OperatorEvent OperatorOf(const MatmulMeasurement& row) {

@@ -5,11 +5,13 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <cmath>
 #include <map>
 #include <set>
 #include <utility>
+
+#include "cost/log_words.h"
+#include "shardplan/schemas/collective_kinds.h"
 
 namespace shardplan::internal {
 namespace {
@@ -19,52 +21,18 @@ constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 
 struct Program {
   std::string_view name;
-  std::optional<MeasuredCollective> kind;  // nothing: neither a plan nor `cost` has it
+  std::optional<CollectiveKind> kind;  // nothing: there is no cost of it
 };
-constexpr std::array<Program, 11> kPrograms = {{{"all_gather", MeasuredCollective::kAllGather},
-                                                {"reduce_scatter", MeasuredCollective::kReduceScatter},
-                                                {"all_reduce", MeasuredCollective::kAllReduce},
-                                                {"alltoall", MeasuredCollective::kAllToAll},
-                                                {"sendrecv", MeasuredCollective::kSendRecv},
-                                                {"alltoallv", {}},
-                                                {"broadcast", {}},
-                                                {"reduce", {}},
-                                                {"gather", {}},
-                                                {"scatter", {}},
-                                                {"hypercube", {}}}};
-
-std::vector<std::string_view> Words(std::string_view text) {
-  std::vector<std::string_view> words;
-  while (true) {
-    const std::size_t start = text.find_first_not_of(" \t\r");
-    if (start == std::string_view::npos) return words;
-    const std::size_t end = std::min(text.find_first_of(" \t\r", start), text.size());
-    words.push_back(text.substr(start, end - start));
-    text.remove_prefix(end);
+// A recv is measured with its send. Parts of different sizes and the hypercube have no cost.
+constexpr std::size_t kProgramCount = kCollectiveKindCount - 1 + 2;
+constexpr auto kPrograms = [] {
+  std::array<Program, kProgramCount> programs = {{{"alltoallv", {}}, {"hypercube", {}}}};
+  std::size_t next = 2;
+  for (const CollectiveDescription& is : kCollectiveKinds) {
+    if (!is.nccl_tests.empty()) programs[next++] = {is.nccl_tests, is.kind};
   }
-}
-
-template <typename Number>
-std::optional<Number> NumberOf(std::string_view text) {
-  Number value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
-
-// Without what a launcher puts before each line: "[1,0]<stdout>:" of mpirun, "0: " of srun.
-std::string_view WithoutTag(std::string_view line) {
-  if (line.starts_with('[')) {
-    const std::size_t end = line.find(">:");
-    if (end != std::string_view::npos && line.substr(0, end).find("<std") != std::string_view::npos)
-      line.remove_prefix(end + 2);
-    return line;
-  }
-  const std::size_t digits = line.find_first_not_of(" 0123456789");
-  if (digits != std::string_view::npos && digits > 0 && line.substr(digits).starts_with(": "))
-    line.remove_prefix(digits + 2);
-  return line;
-}
+  return programs;
+}();
 
 // The words of a table's head, from "size" on; empty: the line is none.
 std::vector<std::string_view> HeadOf(std::string_view line) {
@@ -81,10 +49,20 @@ struct Interval {
 };
 
 // busbw / algbw on `ranks` ranks.
-double BusFactor(MeasuredCollective kind, std::int64_t ranks) {
-  if (kind == MeasuredCollective::kSendRecv) return 1;
-  const double once = static_cast<double>(ranks - 1) / static_cast<double>(ranks);
-  return kind == MeasuredCollective::kAllReduce ? 2 * once : once;
+double BusFactor(CollectiveKind kind, std::int64_t ranks) {
+  const double others = static_cast<double>(ranks - 1) / static_cast<double>(ranks);
+  switch (DescriptionOf(kind).movement) {
+    case CollectiveMovement::kRing:
+    case CollectiveMovement::kExchange:
+    case CollectiveMovement::kRooted:
+      return others;
+    case CollectiveMovement::kRingTwice:
+      return 2 * others;
+    case CollectiveMovement::kChain:
+    case CollectiveMovement::kTransfer:
+      return 1;
+  }
+  return 1;
 }
 
 struct RankLine {
@@ -97,7 +75,7 @@ struct Row {
   std::int64_t size_bytes = 0;
   std::int64_t duration_ns = 0;
   Interval factor;
-  bool reduces = false;
+  bool reduces = false, has_root = false;
 };
 
 class Reader {
@@ -214,6 +192,7 @@ class Reader {
             .duration_ns = std::max<std::int64_t>(1, std::llround(*time * 1e3)),
             .factor = Factor(words[first + 1], *algorithm, words[first + 2], *bus)};
     if (lead > 3) row.reduces = words[3] != "none" && !NumberOf<std::int64_t>(words[3]);
+    if (lead > 3) row.has_root = NumberOf<std::int64_t>(words[lead - 1]).value_or(-1) >= 0;
     rows_.push_back(row);
     return {};
   }
@@ -235,13 +214,14 @@ class Reader {
   Status EndTable() {
     if (rows_.empty()) return {};
     Interval factor;
-    bool reduces = false;
+    bool reduces = false, has_root = false;
     for (const Row& row : rows_) {
       factor.low = std::max(factor.low, row.factor.low);
       factor.high = std::min(factor.high, row.factor.high);
       reduces |= row.reduces;
+      has_root |= row.has_root;
     }
-    const Result<MeasuredCollective> kind = Kind(factor, reduces);
+    const Result<CollectiveKind> kind = Kind(factor, reduces, has_root);
     if (!kind) return std::unexpected(kind.error());
     CollectiveMeasurement made{.kind = *kind};
     if (Status placed = Place(factor, made); !placed) return placed;
@@ -256,7 +236,7 @@ class Reader {
     return {};
   }
 
-  static std::string NameOf(MeasuredCollective kind) {
+  static std::string NameOf(CollectiveKind kind) {
     return std::string(std::ranges::find(kPrograms, std::optional(kind), &Program::kind)->name);
   }
 
@@ -269,7 +249,7 @@ class Reader {
   }
 
   // The program that the text names, the flag, what only one kind can print, the file's name.
-  Result<MeasuredCollective> Kind(const Interval& factor, bool reduces) const {
+  Result<CollectiveKind> Kind(const Interval& factor, bool reduces, bool has_root) const {
     const int line = rows_.front().line;
     if (program_ != nullptr) {
       if (!program_->kind)
@@ -280,9 +260,10 @@ class Reader {
       return *program_->kind;
     }
     if (options_.kind) return *options_.kind;
+    if (reduces && has_root) return CollectiveKind::kReduce;
     if (reduces && factor.low > 0) {
-      if (factor.low > 0.99) return MeasuredCollective::kAllReduce;
-      if (factor.high < 1) return MeasuredCollective::kReduceScatter;
+      if (factor.low > 0.99) return CollectiveKind::kAllReduce;
+      if (factor.high < 1) return CollectiveKind::kReduceScatter;
     }
     const Program* named = nullptr;
     for (const Program& program : kPrograms) {  // the longest name: all_reduce, not reduce
@@ -382,7 +363,7 @@ bool IsNcclTests(std::string_view text) {
   return false;
 }
 
-std::optional<MeasuredCollective> KindOfProgram(std::string_view name) {
+std::optional<CollectiveKind> KindOfProgram(std::string_view name) {
   const auto found = std::ranges::find(kPrograms, name, &Program::name);
   return found == kPrograms.end() ? std::nullopt : found->kind;
 }

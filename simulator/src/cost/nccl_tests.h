@@ -15,8 +15,8 @@
 // `root` may be blank or missing in old releases, so cells are counted from the right, where the head says
 // what there is. Devices are one line for each rank, however many a process or a thread has; lines beyond 2
 // KiB of a process are cut, and people cut them. The bandwidths say the number of ranks again: busbw / algbw
-// is (n - 1) / n, twice that of an all_reduce, 1 of a sendrecv. A list that is not whole is completed by it,
-// a kind that the text does not have is refused by it.
+// is (n - 1) / n, twice that of an all_reduce, 1 of a sendrecv, a broadcast and a reduce. A list that is not
+// whole is completed by it, a kind that the text does not have is refused by it.
 #pragma once
 
 #include <optional>
@@ -29,8 +29,8 @@ namespace shardplan::internal {
 // Whether a text has the head of such a table.
 bool IsNcclTests(std::string_view text);
 
-// The collective of a program: "all_reduce" for all_reduce_perf. Nothing: neither a plan nor `cost` has it.
-std::optional<MeasuredCollective> KindOfProgram(std::string_view name);
+// The collective of a program: "all_reduce" for all_reduce_perf. Nothing: none that has a cost.
+std::optional<CollectiveKind> KindOfProgram(std::string_view name);
 
 // The rows of all runs in a text, one for each line of a table. kBadInput says the line as "/line/N".
 Result<Measurements> ReadNcclTests(std::string_view text, const ReadOptions& options);

@@ -12,6 +12,8 @@
 #include "cost/operator_costs.h"
 #include "cost/optimizer_cost.h"
 #include "engine/host_order.h"
+#include "engine/model_streams.h"
+#include "engine/segment_parts.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/engine.h"
@@ -46,7 +48,11 @@ class Lowering {
       return Bad("/streams", "too many streams", Text(plan_.streams.size()));
     if (plan_.world_size > kMaxRanks) return Bad("/world_size", "too many ranks", Text(plan_.world_size));
     if (plan_.units.size() > kMaxUnits) return Bad("/units", "too many units", Text(plan_.units.size()));
-    program_.streams = static_cast<std::int32_t>(plan_.streams.size());
+    model_communicators_ = internal::ModelCommunicators(plan_);
+    if (plan_.streams.size() + model_communicators_.size() > kMaxStreams)
+      return Bad("/streams", "too many streams with those of the model's collectives",
+                 Text(plan_.streams.size() + model_communicators_.size()));
+    program_.streams = static_cast<std::int32_t>(plan_.streams.size() + model_communicators_.size());
     program_.communicators = static_cast<std::int32_t>(plan_.communicators.size());
     placements_.resize(plan_.communicators.size());
     program_.units = static_cast<std::int32_t>(plan_.units.size());
@@ -75,21 +81,66 @@ class Lowering {
   static std::string Text(std::integral auto n) { return std::to_string(n); }
 
   // lag(k) = max(issue of k, lag(k + 1) - duration of k), from the last operator to the first.
-  Status LowerSegments() {
+  void SetLags(const EngineSegment& run) {
     const std::int64_t issue_ns = internal::IssueOfOperator(cluster_.host).value;
+    EngineOperator* operators = program_.operators.data() + run.first;
+    for (std::int32_t k = run.count - 1; k >= 0; --k) {
+      const bool last = k == run.count - 1;
+      operators[k].rest_ns = operators[k].duration_ns + (last ? Nanoseconds{0} : operators[k + 1].rest_ns);
+      operators[k].lag_ns.value = issue_ns * (k + 1);
+      if (!last)
+        operators[k].lag_ns =
+            std::max(operators[k].lag_ns, operators[k + 1].lag_ns - operators[k].duration_ns);
+    }
+  }
+
+  // A segment that collectives of the model cut: its parts, and where its runs begin in
+  // EngineProgram::segments.
+  struct CutSegment {
+    std::vector<internal::SegmentPart> parts;
+    std::int32_t first_run = 0;
+  };
+
+  void Cut(std::int32_t s) {
+    std::vector<internal::SegmentPart> parts = internal::PartsOf(At(plan_.segments, s));
+    if (parts.empty()) return;
+    const auto first_run = static_cast<std::int32_t>(program_.segments.size());
+    EngineSegment run{program_.segments[static_cast<std::size_t>(s)].first, 0, s};
+    const std::vector<SegmentEntry>& entries = At(plan_.segments, s).entries;
+    for (const internal::SegmentPart& part : parts) {
+      run.count = part.operators;
+      if (run.count > 0) {
+        SetLags(run);
+        program_.segments.push_back(run);
+      }
+      // A collective has a place among the operators, too.
+      const bool collective = run.count == 0 && std::holds_alternative<OperatorEvent>(
+                                                    entries[static_cast<std::size_t>(part.entry)]);
+      run.first += collective ? 1 : run.count;
+    }
+    cuts_.emplace(s, CutSegment{std::move(parts), first_run});
+  }
+
+  Status LowerSegments() {
     program_.segments.reserve(plan_.segments.size());
     program_.segment_flops.resize(plan_.segments.size());
     std::size_t entries = 0;
     for (const Segment& segment : plan_.segments) entries += segment.entries.size();
     program_.operators.reserve(entries);
     for (const Segment& segment : plan_.segments) {
-      EngineSegment lowered{static_cast<std::int32_t>(program_.operators.size()), 0};
+      EngineSegment lowered{static_cast<std::int32_t>(program_.operators.size()), 0,
+                            static_cast<std::int32_t>(program_.segments.size())};
       Nanoseconds in_all;
       for (const SegmentEntry& entry : segment.entries) {
         const auto* event = std::get_if<OperatorEvent>(&entry);
         if (event == nullptr) {
           const auto* born = std::get_if<AllocateEvent>(&entry);
           program_.recomputes |= born != nullptr && born->role == StorageRole::kRecompute;
+          continue;
+        }
+        if (event->collective) {  // LowerModelCollective has its cost
+          program_.operators.push_back({});
+          ++lowered.count;
           continue;
         }
         const internal::OperatorFacts& facts = operator_costs_.Of(*event);
@@ -100,18 +151,10 @@ class Lowering {
         in_all += program_.operators.back().duration_ns + internal::IssueOfOperator(cluster_.host);
         if (in_all > longest_ns_) return TooLong("/segments/" + Text(program_.segments.size()));
       }
-      EngineOperator* operators = program_.operators.data() + lowered.first;
-      for (std::int32_t k = lowered.count - 1; k >= 0; --k) {
-        const bool last = k == lowered.count - 1;
-        operators[k].rest_ns = operators[k].duration_ns + (last ? Nanoseconds{0} : operators[k + 1].rest_ns);
-        operators[k].lag_ns.value = issue_ns * (k + 1);
-        if (!last) {
-          operators[k].lag_ns =
-              std::max(operators[k].lag_ns, operators[k + 1].lag_ns - operators[k].duration_ns);
-        }
-      }
+      SetLags(lowered);
       program_.segments.push_back(lowered);
     }
+    for (std::int32_t s = 0; s < std::ssize(plan_.segments); ++s) Cut(s);
     operator_costs_.ForEachKind([&](const OperatorEvent& event, const internal::OperatorFacts& facts) {
       if (event.duration_ns.value >= 0 || facts.matmul_flops == 0) return;
       const std::vector<ComputeRate>& rates = cluster_.device.matmul;
@@ -153,9 +196,11 @@ class Lowering {
 
   Status LowerStep(std::size_t s) {
     step_ = {};
-    step_.first_in_stream.assign(plan_.streams.size(), -1);
-    last_in_stream_.assign(plan_.streams.size(), -1);
-    last_unit_.assign(plan_.streams.size(), -1);
+    const auto streams = static_cast<std::size_t>(program_.streams);
+    step_.first_in_stream.assign(streams, -1);
+    last_in_stream_.assign(streams, -1);
+    last_unit_.assign(streams, -1);
+    works_.clear();
     slot_of_event_.assign(plan_.events.size(), -1);
     unit_of_slot_.clear();
     issued_to_.assign(plan_.communicators.size(), 0);
@@ -257,6 +302,7 @@ class Lowering {
     switch (DescriptionOf(instruction.kind).family) {
       case InstructionFamily::kCompute:
         LowerCompute(instruction, lowered);
+        if (cuts_.contains(instruction.segment)) return LowerParts(instruction, lowered, origin);
         break;
       case InstructionFamily::kOrder:
         LowerOrder(instruction, lowered);
@@ -336,6 +382,83 @@ class Lowering {
       lowered.unit = In(whose, plan_.units.size()) ? static_cast<std::int16_t>(whose) : std::int16_t{-1};
   }
 
+  // See trace.h, [Note: collectives of the model]. `whole`: the instruction as it is without them.
+  Status LowerParts(const Instruction& instruction, EngineInstruction whole, InstructionOrigin origin) {
+    whole.phase = static_cast<std::uint16_t>(step_.phases.size() - 1);
+    const std::vector<SegmentEntry>& entries = At(plan_.segments, instruction.segment).entries;
+    std::int32_t done = -1;  // record of the collective that was issued last
+    const CutSegment& cut = cuts_.at(instruction.segment);
+    whole.operand = cut.first_run;
+    for (const internal::SegmentPart& part : cut.parts) {
+      origin.entry = part.entry;
+      if (part.operators > 0) {
+        Append(whole, origin);
+        ++whole.operand;
+        continue;
+      }
+      const SegmentEntry& entry = entries[static_cast<std::size_t>(part.entry)];
+      std::int32_t awaited = -1;
+      if (const auto* wait = std::get_if<CollectiveWaitEvent>(&entry)) {
+        const auto work = works_.find(wait->work);
+        if (work != works_.end()) awaited = work->second;
+      } else {
+        const auto& op = std::get<OperatorEvent>(entry);
+        if (!part.joined) {
+          Result<std::int32_t> record = LowerModelCollective(op, part.size_bytes, whole, origin);
+          if (!record) return std::unexpected(std::move(record.error()));
+          done = *record;
+        }
+        (op.collective->work < 0 ? awaited : works_[op.collective->work]) = done;
+      }
+      if (awaited >= 0) Append(Order(EngineOp::kWait, whole.stream, awaited, whole), origin);
+    }
+    return {};
+  }
+
+  static EngineInstruction Order(EngineOp op, std::int8_t stream, std::int32_t slot,
+                                 const EngineInstruction& of) {
+    EngineInstruction order;
+    order.op = op;
+    order.stream = stream;
+    order.operand = slot;
+    order.phase = of.phase;
+    return order;
+  }
+
+  std::int32_t AppendRecord(std::int8_t stream, const EngineInstruction& of, InstructionOrigin origin) {
+    const auto slot = static_cast<std::int32_t>(unit_of_slot_.size());
+    unit_of_slot_.push_back(-1);
+    Append(Order(EngineOp::kRecord, stream, slot, of), origin);
+    return slot;
+  }
+
+  // On its communicator's own stream, behind what the compute stream was given before. Returns the slot of
+  // the record behind it.
+  Result<std::int32_t> LowerModelCollective(const OperatorEvent& op, Bytes size,
+                                            const EngineInstruction& whole, InstructionOrigin origin) {
+    const ModelCollective& issued = *op.collective;
+    const Communicator& communicator = At(plan_.communicators, issued.communicator);
+    Result<std::span<const GroupPlacement>> placements = PlacementsOf(issued.communicator);
+    if (!placements) return std::unexpected(placements.error());
+    CollectiveRequest request{.kind = issued.kind, .ranks = communicator.size, .placements = *placements};
+    request.full_tensor_bytes = size;
+    request.busiest_ppm = issued.busiest_ppm;
+    Result<const KnownCollective*> known = CostOf(request, issued.communicator);
+    if (!known) return std::unexpected(known.error());
+    const auto own = std::ranges::find(model_communicators_, issued.communicator);
+    const auto stream =
+        static_cast<std::int8_t>(std::ssize(plan_.streams) + (own - model_communicators_.begin()));
+    Append(Order(EngineOp::kWait, stream, AppendRecord(whole.stream, whole, origin), whole), origin);
+    EngineInstruction lowered;
+    lowered.phase = whole.phase;
+    lowered.unit = whole.unit;
+    FillCollective(request, issued.communicator, **known, lowered);
+    lowered.stream = stream;
+    if (op.duration_ns.value >= 0) lowered.duration_ns = op.duration_ns;
+    Append(lowered, origin);
+    return AppendRecord(stream, whole, origin);
+  }
+
   void LowerWait(const Instruction& instruction, EngineInstruction& lowered) {
     const bool host = DescriptionOf(instruction.kind).order == OrderEffect::kHostWaits;
     lowered.op = host ? EngineOp::kHostWait : EngineOp::kWait;
@@ -376,13 +499,8 @@ class Lowering {
     request.full_tensor_bytes = SizeBytes(At(plan_.buffers, FullTensorOf(instruction)));
     Result<const KnownCollective*> known = CostOf(request, instruction.communicator);
     if (!known) return std::unexpected(known.error());
-    const KnownCollective& cost = **known;
-    lowered.op = EngineOp::kWork;
-    lowered.work = WorkClass::kCollective;
+    FillCollective(request, instruction.communicator, **known, lowered);
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
-    lowered.loads = cost.loads;
-    lowered.duration_ns = cost.duration_ns;
-    lowered.host_ns = cluster_.host.collective_issue_ns;
     // Gloo copies what it scatters, and does not divide while it adds: the cpu backend divides the input
     // before.
     const std::int64_t copies =
@@ -391,11 +509,6 @@ class Lowering {
       const Bytes input = SizeBytes(At(plan_.buffers, instruction.src));
       lowered.host_ns += copy_costs_.Of(input, input) * copies;
     }
-    lowered.sequence = issued_to_[static_cast<std::size_t>(instruction.communicator)]++;
-    lowered.operand = GroupIndex(request.kind, instruction.communicator, cost.source);
-    CollectiveGroup& group = step_.groups[static_cast<std::size_t>(lowered.operand)];
-    ++group.count;
-    group.full_tensor_bytes += request.full_tensor_bytes;
     return {};
   }
 
@@ -405,9 +518,25 @@ class Lowering {
     std::int8_t loads = -1;
     std::int32_t source = -1;  // index into sources_
   };
+
+  // All but its stream.
+  void FillCollective(const CollectiveRequest& request, CommunicatorId communicator,
+                      const KnownCollective& cost, EngineInstruction& lowered) {
+    lowered.op = EngineOp::kWork;
+    lowered.work = WorkClass::kCollective;
+    lowered.loads = cost.loads;
+    lowered.duration_ns = cost.duration_ns;
+    lowered.host_ns = cluster_.host.collective_issue_ns;
+    lowered.sequence = issued_to_[static_cast<std::size_t>(communicator)]++;
+    lowered.operand = GroupIndex(request.kind, communicator, cost.source);
+    CollectiveGroup& group = step_.groups[static_cast<std::size_t>(lowered.operand)];
+    ++group.count;
+    group.full_tensor_bytes += request.full_tensor_bytes;
+  }
+
   Result<const KnownCollective*> CostOf(const CollectiveRequest& request, CommunicatorId communicator) {
-    const auto [found, added] =
-        known_collectives_.try_emplace({communicator, request.kind, request.full_tensor_bytes.value});
+    const auto [found, added] = known_collectives_.try_emplace(
+        {communicator, request.kind, request.full_tensor_bytes.value, request.busiest_ppm});
     KnownCollective& known = found->second;
     if (!added) return &known;
     Result<CollectiveCost> cost = costs_.Collective(request);
@@ -487,8 +616,12 @@ class Lowering {
   std::vector<UnitId> unit_of_slot_;
   std::vector<std::vector<GroupPlacement>> placements_;  // by communicator; empty: not looked at yet
   std::vector<std::int32_t> issued_to_;                  // collectives, by communicator
-  std::map<std::tuple<CommunicatorId, CollectiveKind, std::int64_t>, KnownCollective> known_collectives_;
-  std::vector<std::string> sources_;  // of costs: the different ones
+  std::map<std::tuple<CommunicatorId, CollectiveKind, std::int64_t, std::int64_t>, KnownCollective>
+      known_collectives_;
+  std::vector<CommunicatorId> model_communicators_;  // in the order of their streams
+  std::map<SegmentId, CutSegment> cuts_;
+  std::map<std::int32_t, std::int32_t> works_;  // asynchronous ones that were issued last: slots of records
+  std::vector<std::string> sources_;            // of costs: the different ones
   std::map<std::tuple<CollectiveKind, CommunicatorId, std::int32_t>, std::int32_t> group_of_;
   AliveBuffers alive_;
   bool in_backward_ = false;

@@ -147,15 +147,7 @@ inline DeviceActivity StepAccount::ActivityOf(const StreamState& stream) const {
     case WorkClass::kCopy:
       return DeviceActivity::kCopies;
     case WorkClass::kCollective:
-      switch (step_.groups[static_cast<std::size_t>(head.operand)].kind) {
-        case CollectiveKind::kAllGather:
-          return DeviceActivity::kAllGather;
-        case CollectiveKind::kReduceScatter:
-          return DeviceActivity::kReduceScatter;
-        case CollectiveKind::kAllReduce:
-          return DeviceActivity::kAllReduce;
-      }
-      break;
+      return shardplan::ActivityOf(step_.groups[static_cast<std::size_t>(head.operand)].kind);
     case WorkClass::kToHost:
     case WorkClass::kToDevice:
       return DeviceActivity::kHostLink;

@@ -24,6 +24,9 @@ constexpr std::array<CauseName, kTimeCauses> kCauseNames = {{
     {TimeCause::kAllGather, "all_gather"},
     {TimeCause::kReduceScatter, "reduce_scatter"},
     {TimeCause::kAllReduce, "all_reduce"},
+    {TimeCause::kAllToAll, "all_to_all"},
+    {TimeCause::kSendReceive, "send_recv"},
+    {TimeCause::kOtherCollective, "other_collective"},
     {TimeCause::kCollectivesSlowed, "collectives slowed"},
     {TimeCause::kCopies, "copies"},
     {TimeCause::kHostLink, "host link"},
@@ -172,16 +175,11 @@ class Walk {
     Add(CauseOf(code), elapsed_ns - slowed_ns);
   }
 
+  // The causes of collectives stand in the order of their activities.
   static TimeCause CauseOf(CollectiveKind kind) {
-    switch (kind) {
-      case CollectiveKind::kAllGather:
-        return TimeCause::kAllGather;
-      case CollectiveKind::kReduceScatter:
-        return TimeCause::kReduceScatter;
-      case CollectiveKind::kAllReduce:
-        return TimeCause::kAllReduce;
-    }
-    return TimeCause::kAllReduce;
+    const auto activity = static_cast<std::size_t>(ActivityOf(kind));
+    return static_cast<TimeCause>(static_cast<std::size_t>(TimeCause::kAllGather) + activity -
+                                  static_cast<std::size_t>(DeviceActivity::kAllGather));
   }
 
   TimeCause CauseOf(const EngineInstruction& code) const {
@@ -197,7 +195,7 @@ class Walk {
         break;
     }
     if (code.op != EngineOp::kSegment) return TimeCause::kOptimizer;
-    switch (plan_.segments[Index(code.operand)].phase) {
+    switch (plan_.segments[Index(program_.segments[Index(code.operand)].of)].phase) {
       case SegmentPhase::kForward:
       case SegmentPhase::kLoss:
         return TimeCause::kForward;

@@ -10,6 +10,7 @@
 #include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/critical_path.h"
 #include "shardplan/simulator/memory_history.h"
+#include "text/instruction_text.h"
 
 namespace shardplan {
 namespace {
@@ -54,6 +55,7 @@ class Trials {
 
   struct Awaited {
     InstructionKind kind = InstructionKind::kCompute;
+    std::string of_model;  // its own collective: "all_to_all on ep"
     UnitId unit = -1;
     bool by_host = false;
     Phase phase = Phase::kForward;
@@ -92,7 +94,11 @@ class Trials {
           (by_host || (code.op == EngineOp::kWait && code.stream == 0)) && code.operand >= 0;
       if (waits_here && work_of[Index(code.operand)] >= 0 && Stands(timeline, i, before)) {
         if (const Instruction* awaited = InstructionAt(work_of[Index(code.operand)])) {
-          waits[{awaited->kind, code.unit, by_host, Step().phases[code.phase]}].push_back(i);
+          const std::int32_t entry = Step().origins[Index(work_of[Index(code.operand)])].entry;
+          const bool own = internal::ModelCollectiveAt(plan_, *awaited, entry) != nullptr;
+          const std::string of_model =
+              own ? internal::EntryText(plan_, *awaited, program_.streams, entry) : "";
+          waits[{awaited->kind, of_model, code.unit, by_host, Step().phases[code.phase]}].push_back(i);
         }
       }
       if (code.stream == 0) before = i;
@@ -117,8 +123,8 @@ class Trials {
                                    : awaited.phase == Phase::kBackward ? "backward"
                                                                        : "optimizer";
     const std::string unit = awaited.unit < 0 ? "" : " " + Printable(UnitText(plan_, awaited.unit));
-    return fmt::format("the {}wait for {}{} in the {}", awaited.by_host ? "host's " : "", Name(awaited.kind),
-                       unit, phase);
+    return fmt::format("the {}wait for {}{} in the {}", awaited.by_host ? "host's " : "",
+                       awaited.of_model.empty() ? Name(awaited.kind) : awaited.of_model, unit, phase);
   }
 
   static std::string KnobOf(const Awaited& awaited) {
@@ -152,6 +158,9 @@ class Trials {
     TryFree("the time of reduce_scatters", "",
             [&](const EngineInstruction& c) { return is(c, kReduceScatter); });
     TryFree("the time of all_reduces", "", [&](const EngineInstruction& c) { return is(c, kAllReduce); });
+    TryFree("the time of all_to_alls", "", [&](const EngineInstruction& c) { return is(c, kAllToAll); });
+    TryFree("the time of sends", "",
+            [&](const EngineInstruction& c) { return is(c, kSend) || is(c, kReceive); });
     TryFree("the time of copies", "", [](const EngineInstruction& c) { return c.work == WorkClass::kCopy; });
     TryFree("the time of copies over the host link", "offload", [](const EngineInstruction& c) {
       return c.work == WorkClass::kToHost || c.work == WorkClass::kToDevice;
@@ -159,8 +168,8 @@ class Trials {
     TryFree("the time of the optimizer", "optimizer",
             [](const EngineInstruction& c) { return c.work == WorkClass::kCompute; });
     Try("the recomputation", "checkpoint", [this](EngineProgram& other) {
-      for (std::size_t s = 0; s < plan_.segments.size(); ++s) {
-        if (plan_.segments[s].phase == SegmentPhase::kRecompute) other.segments[s].count = 0;
+      for (EngineSegment& segment : other.segments) {
+        if (plan_.segments[Index(segment.of)].phase == SegmentPhase::kRecompute) segment.count = 0;
       }
     });
     Try("the slowing of kernels by collectives", "",

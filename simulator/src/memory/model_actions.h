@@ -67,6 +67,7 @@ inline ModelActions ModelActionsOf(const Plan& plan, bool operators) {
     actions.BeginSegment();
     for (std::size_t e = 0; e < segment.entries.size(); ++e) {
       const SegmentEntry& entry = segment.entries[e];
+      if (std::holds_alternative<CollectiveWaitEvent>(entry)) continue;
       if (operators || !std::holds_alternative<OperatorEvent>(entry))
         actions.Add(entry, static_cast<std::int32_t>(e));
     }

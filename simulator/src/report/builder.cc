@@ -130,22 +130,31 @@ struct KernelSum {
 // By index into OperatorClasses.
 using ClassSums = std::vector<KernelSum>;
 
-// Kernels of each segment by class. An operator that takes no time launches none.
+// Kernels of each of the program's segments by class. An operator that takes no time launches none.
 std::vector<ClassSums> SumsOfSegments(const Plan& plan, const EngineProgram& program) {
   std::unordered_map<std::string_view, std::size_t> class_of;
-  std::vector<ClassSums> sums(plan.segments.size(), ClassSums(OperatorClasses().size()));
+  constexpr std::size_t kNone = ~std::size_t{0};
+  std::vector<std::size_t> classes(program.operators.size(), kNone);
   for (std::size_t s = 0; s < plan.segments.size(); ++s) {
     auto at = static_cast<std::size_t>(program.segments[s].first);
     for (const SegmentEntry& entry : plan.segments[s].entries) {
       const auto* event = std::get_if<OperatorEvent>(&entry);
       if (event == nullptr) continue;
-      const Nanoseconds duration = program.operators[at++].duration_ns;
-      if (duration.value == 0) continue;
+      const std::size_t index = at++;
+      if (program.operators[index].duration_ns.value == 0 || event->collective) continue;
       const auto [known, added] = class_of.try_emplace(event->name, 0);
       if (added) known->second = OperatorClassOf(event->name);
-      KernelSum& sum = sums[s][known->second];
-      ++sum.count;
-      sum.alone_ns += duration;
+      classes[index] = known->second;
+    }
+  }
+  std::vector<ClassSums> sums;
+  for (const EngineSegment& segment : program.segments) {
+    ClassSums& of = sums.emplace_back(OperatorClasses().size());
+    for (std::int32_t k = segment.first; k < segment.first + segment.count; ++k) {
+      const auto index = static_cast<std::size_t>(k);
+      if (classes[index] == kNone) continue;
+      ++of[classes[index]].count;
+      of[classes[index]].alone_ns += program.operators[index].duration_ns;
     }
   }
   return sums;
@@ -336,11 +345,12 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
   const ModelFlops flops = CountModelFlops(plan, cluster, program, last);
   if (result.end_ns.value > 0) {
     report.tokens_per_second_per_rank =
-        MulDiv(plan.tokens_per_step, kNanosecondsPerSecond, result.end_ns.value);
+        MulDiv(plan.tokens_per_step, kNanosecondsPerSecond, result.end_ns.value) / plan.ranks_per_batch;
     report.model_flops_utilization_ppm = MulDiv(flops.peak_ns, kMillion, result.end_ns.value);
   }
-  for (std::size_t s = 0; s < plan.streams.size(); ++s) {
-    report.streams.push_back({plan.streams[s].name, result.stream_busy_ns[s], result.stream_operations[s]});
+  const std::vector<std::string> streams = EngineStreams(plan);
+  for (std::size_t s = 0; s < streams.size(); ++s) {
+    report.streams.push_back({streams[s], result.stream_busy_ns[s], result.stream_operations[s]});
   }
   FillCollectives(plan, step, result, report);
   for (std::size_t u = 0; u < plan.units.size(); ++u) {

@@ -11,6 +11,7 @@
 #include "report/page.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/instruction_set.h"
+#include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/measurements.h"
 #include "shardplan/simulator/simulate.h"
 #include "text/format.h"
@@ -32,25 +33,26 @@ enum class SpanGroup : std::uint8_t {
   kAllGather,
   kReduceScatter,
   kAllReduce,
+  kAllToAll,
+  kSendReceive,
+  kOtherCollective,
   kCopy,
   kWait,
   kHost,
   kTrigger,
 };
 
+// Groups of collectives stand in the order of their activities.
 SpanGroup GroupOf(CollectiveKind kind) {
-  switch (kind) {
-    case CollectiveKind::kAllGather:
-      return SpanGroup::kAllGather;
-    case CollectiveKind::kReduceScatter:
-      return SpanGroup::kReduceScatter;
-    case CollectiveKind::kAllReduce:
-      return SpanGroup::kAllReduce;
-  }
-  return SpanGroup::kCopy;
+  const auto activity = static_cast<std::size_t>(ActivityOf(kind));
+  return static_cast<SpanGroup>(static_cast<std::size_t>(SpanGroup::kAllGather) + activity -
+                                static_cast<std::size_t>(DeviceActivity::kAllGather));
 }
 
 SpanGroup GroupOf(const Plan& plan, const Span& span, const Instruction& instruction) {
+  if (internal::WaitsForModelCollective(plan, instruction, span.stream, span.entry)) return SpanGroup::kWait;
+  if (const OperatorEvent* own = internal::ModelCollectiveAt(plan, instruction, span.entry))
+    return GroupOf(own->collective->kind);
   if (span.stream < 0) {
     const bool steps = instruction.kind == InstructionKind::kOptimizerStep && instruction.stream < 0;
     return steps ? SpanGroup::kOptimizer : SpanGroup::kHost;
@@ -134,7 +136,7 @@ class PlanData {
     Json data;
     data["title"] = title;
     data["rows"] = Json::array({"host: triggers", "host: issues"});
-    for (const PlanStream& stream : plan_.streams) data["rows"].push_back(stream.name);
+    for (const std::string& stream : EngineStreams(plan_)) data["rows"].push_back(stream);
     data["report"] = ReportData(simulation_.report);
     data["spans"] = Spans();
     data["texts"] = texts_;
@@ -167,7 +169,9 @@ class PlanData {
         row = span.stream + 2;
         more = "issued at " + text;
         if (!instruction.reason.empty()) more += " (" + instruction.reason.str() + ")";
-        text = internal::InstructionText(plan_, instruction);
+        text = internal::EntryText(plan_, instruction, span.stream, span.entry);
+        if (internal::ModelCollectiveAt(plan_, instruction, span.entry) != nullptr)
+          more = internal::InstructionText(plan_, instruction) + ", " + more;
       }
       spans.push_back(row);
       spans.push_back((span.start_ns - begin_).value);
@@ -301,13 +305,16 @@ class MeasuredData {
 
  private:
   static SpanGroup GroupOf(std::string_view activity) {
-    static constexpr std::array<std::pair<std::string_view, SpanGroup>, 6> kGroups = {
+    static constexpr std::array<std::pair<std::string_view, SpanGroup>, 9> kGroups = {
         {{"forward", SpanGroup::kForward},
          {"backward", SpanGroup::kBackward},
          {"optimizer", SpanGroup::kOptimizer},
          {"all_gather", SpanGroup::kAllGather},
          {"reduce_scatter", SpanGroup::kReduceScatter},
-         {"all_reduce", SpanGroup::kAllReduce}}};
+         {"all_reduce", SpanGroup::kAllReduce},
+         {"all_to_all", SpanGroup::kAllToAll},
+         {"send_recv", SpanGroup::kSendReceive},
+         {"other_collective", SpanGroup::kOtherCollective}}};
     for (const auto& [name, group] : kGroups) {
       if (name == activity) return group;
     }
@@ -321,15 +328,16 @@ class MeasuredData {
 // Both steps on one axis: below each stream of the plan what was measured of it.
 Json PairTimeline(Json predicted, const Plan& plan, const MeasuredData& measured) {
   std::vector<std::string> rows;
-  std::vector<std::size_t> predicted_row(plan.streams.size()), measured_row(measured.rows().size());
+  const std::vector<std::string> streams = EngineStreams(plan);
+  std::vector<std::size_t> predicted_row(streams.size()), measured_row(measured.rows().size());
   std::vector<bool> placed(measured.rows().size());
   const auto place = [&](std::size_t m) {
     placed[m] = true;
     measured_row[m] = rows.size();
     rows.push_back(measured.rows()[m] + ", measured");
   };
-  for (std::size_t s = 0; s < plan.streams.size(); ++s) {
-    const std::string& name = plan.streams[s].name;
+  for (std::size_t s = 0; s < streams.size(); ++s) {
+    const std::string& name = streams[s];
     predicted_row[s] = rows.size();
     rows.push_back(name + ", predicted");
     for (std::size_t m = 0; m < measured.rows().size(); ++m) {

@@ -17,6 +17,7 @@
 #include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/plan_ranges.h"
 #include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/memory_history.h"
 #include "shardplan/simulator/simulate.h"
 #include "text/instruction_text.h"
@@ -84,6 +85,20 @@ CollectiveNames NamesOf(CollectiveKind kind) {
               "ncclDevKernel_ReduceScatter_Sum_RING_LL"};
     case CollectiveKind::kAllReduce:
       return {"c10d::allreduce_", "allreduce", "ncclDevKernel_AllReduce_Sum_RING_LL"};
+    case CollectiveKind::kAllToAll:
+      return {"c10d::alltoall_base_", "all_to_all", "ncclDevKernel_SendRecv"};
+    case CollectiveKind::kBroadcast:
+      return {"c10d::broadcast_", "broadcast", "ncclDevKernel_Broadcast_RING_LL"};
+    case CollectiveKind::kReduce:
+      return {"c10d::reduce_", "reduce", "ncclDevKernel_Reduce_Sum_RING_LL"};
+    case CollectiveKind::kGather:
+      return {"c10d::gather_", "gather", "ncclDevKernel_SendRecv"};
+    case CollectiveKind::kScatter:
+      return {"c10d::scatter_", "scatter", "ncclDevKernel_SendRecv"};
+    case CollectiveKind::kSend:
+      return {"c10d::send", "send", "ncclDevKernel_SendRecv"};
+    case CollectiveKind::kReceive:
+      return {"c10d::recv_", "recv", "ncclDevKernel_SendRecv"};
   }
   return {};
 }
@@ -222,9 +237,10 @@ class KinetoWriter final : private PlanRanges {
     NameTrack(internal::kTraceProcess, kMainThread, "host");
     NameTrack(internal::kTraceProcess, kAutogradThread, "host: autograd");
     NameTrack(kDevice, std::nullopt, cluster_.device.name.empty() ? cluster_.name : cluster_.device.name);
-    for (std::size_t s = 0; s < plan_.streams.size(); ++s) {
+    const std::vector<std::string> streams = EngineStreams(plan_);
+    for (std::size_t s = 0; s < streams.size(); ++s) {
       NameTrack(kDevice, kFirstStream + static_cast<int>(s),
-                fmt::format("stream {} {}", kFirstStream + s, plan_.streams[s].name));
+                fmt::format("stream {} {}", kFirstStream + s, streams[s]));
     }
   }
 
@@ -239,12 +255,25 @@ class KinetoWriter final : private PlanRanges {
   struct Times {
     const Span* host = nullptr;
     const Span* stream = nullptr;
+    StreamId plan_streams = 0;
+    std::vector<const Span*> parts;  // of a segment with collectives of the model: what has an entry
+
+    const Span* PartAt(std::int32_t entry, bool of_model) const {
+      for (const Span* span : parts) {
+        if (span->entry == entry && (span->stream >= plan_streams) == of_model) return span;
+      }
+      return nullptr;
+    }
   };
   Times TimesOf(std::int32_t trigger, std::int32_t instruction) const {
     Times times;
+    times.plan_streams = static_cast<StreamId>(plan_.streams.size());
     const auto found = spans_.find({trigger, instruction});
     if (found == spans_.end()) return times;
-    for (const Span* span : found->second) (span->stream < 0 ? times.host : times.stream) = span;
+    for (const Span* span : found->second) {
+      (span->stream < 0 ? times.host : times.stream) = span;
+      if (span->stream >= 0 && span->entry >= 0) times.parts.push_back(span);
+    }
     return times;
   }
 
@@ -375,16 +404,23 @@ class KinetoWriter final : private PlanRanges {
         gathers ? count(output) / plan_.communicators[group].size : count(instruction.src);
     WriteLaunch(names.c10d, from, to, *times.stream, times.stream->start_ns, times.stream->end_ns,
                 fmt::format("{}(ncclDevKernelArgsStorage<4096ul>)", names.kernel),
-                {{"Collective name", names.called},
-                 {"In msg nelems", in},
-                 {"Out msg nelems", count(output)},
-                 {"Group size", plan_.communicators[group].size},
-                 {"dtype", ScalarType(plan_.buffers[static_cast<std::size_t>(output)].dtype)},
-                 {"In split size", "[]"},
-                 {"Out split size", "[]"},
-                 {"Process Group Name", std::to_string(group)},
-                 {"Process Group Description", plan_.communicators[group].name},
-                 {"Process Group Ranks", fmt::format("[{}]", fmt::join(ranks_[group], ", "))}});
+                CollectiveArguments(names.called, instruction.communicator, in, count(output),
+                                    plan_.buffers[static_cast<std::size_t>(output)].dtype));
+  }
+
+  Event CollectiveArguments(std::string_view called, CommunicatorId communicator, std::int64_t in,
+                            std::int64_t out, DType dtype) const {
+    const auto group = static_cast<std::size_t>(communicator);
+    return {{"Collective name", called},
+            {"In msg nelems", in},
+            {"Out msg nelems", out},
+            {"Group size", plan_.communicators[group].size},
+            {"dtype", ScalarType(dtype)},
+            {"In split size", "[]"},
+            {"Out split size", "[]"},
+            {"Process Group Name", std::to_string(group)},
+            {"Process Group Description", plan_.communicators[group].name},
+            {"Process Group Ranks", fmt::format("[{}]", fmt::join(ranks_[group], ", "))}};
   }
 
   void WriteOptimizer(const Instruction& instruction, const Times& times) {
@@ -465,30 +501,62 @@ class KinetoWriter final : private PlanRanges {
     const Nanoseconds from = HostBegin(times);
     Nanoseconds at = from;
     std::vector<Kernel> kernels;
-    for (const SegmentEntry& entry : segment.entries) {
-      const auto* event = std::get_if<OperatorEvent>(&entry);
+    const Span* span = times.parts.empty() ? times.stream : nullptr;
+    const auto flush = [&] {
+      WriteKernels(kernels, span);
+      kernels.clear();
+    };
+    for (std::int32_t e = 0; e < std::ssize(segment.entries); ++e) {
+      const auto* event = std::get_if<OperatorEvent>(&segment.entries[static_cast<std::size_t>(e)]);
       if (event == nullptr) continue;
       const Nanoseconds next = at + std::max(issue_ns, kLaunchTicks);
-      kernels.push_back({event, costs_->Operator(*event), at, next, {}, {}});
-      at = next;
-    }
-    if (times.stream != nullptr) Fit(kernels, *times.stream);
-    for (const Kernel& kernel : kernels) {
-      const std::string name = ProfiledName(kernel.event->name);
-      const Nanoseconds begin = kernel.issue_begin_ns + Nanoseconds{1};
-      if (times.stream == nullptr || kernel.alone_ns.value == 0) {
-        Write(Complete("cpu_op", name, thread_, begin, kernel.issue_end_ns));
+      if (event->collective) {
+        flush();
+        WriteModelCollective(*event, at, next, times.PartAt(e, true));
       } else {
-        WriteLaunch(name, begin, kernel.issue_end_ns, *times.stream, kernel.begin_ns, kernel.end_ns,
-                    kernel.event->name, Event::object());
+        if (kernels.empty() && !times.parts.empty()) span = times.PartAt(e, false);
+        kernels.push_back({event, costs_->Operator(*event), at, next, {}, {}});
       }
+      at = next;
+      const bool ends =
+          static_cast<std::size_t>(e) + 1 < segment.entries.size() &&
+          std::holds_alternative<CollectiveWaitEvent>(segment.entries[static_cast<std::size_t>(e) + 1]);
+      if (ends) flush();
     }
+    flush();
     Tick(at);
     if (in_engine) {
       Write(
           Complete("cpu_op", "autograd::engine::evaluate_function: " + segment.name, thread_, from, Tick()));
     }
     thread_ = thread_before;
+  }
+
+  // `span`: when they ran on the device; null: they take no time.
+  void WriteKernels(std::vector<Kernel>& kernels, const Span* span) {
+    if (span != nullptr && !kernels.empty()) Fit(kernels, *span);
+    for (const Kernel& kernel : kernels) {
+      const std::string name = ProfiledName(kernel.event->name);
+      const Nanoseconds begin = kernel.issue_begin_ns + Nanoseconds{1};
+      if (span == nullptr || kernel.alone_ns.value == 0) {
+        Write(Complete("cpu_op", name, thread_, begin, kernel.issue_end_ns));
+      } else {
+        WriteLaunch(name, begin, kernel.issue_end_ns, *span, kernel.begin_ns, kernel.end_ns,
+                    kernel.event->name, Event::object());
+      }
+    }
+  }
+
+  // `span`: when it ran on its communicator's stream; null: in the kernel of another of its group.
+  void WriteModelCollective(const OperatorEvent& op, Nanoseconds from, Nanoseconds to, const Span* span) {
+    if (span == nullptr) return Write(Complete("cpu_op", ProfiledName(op.name), thread_, from, to));
+    const ModelCollective& issued = *op.collective;
+    const CollectiveNames names = NamesOf(issued.kind);
+    const std::int64_t element = SizeBytes(op.dtype);
+    WriteLaunch(ProfiledName(op.name), from + Nanoseconds{1}, to, *span, span->start_ns, span->end_ns,
+                fmt::format("{}(ncclDevKernelArgsStorage<4096ul>)", names.kernel),
+                CollectiveArguments(names.called, issued.communicator, op.bytes_read.value / element,
+                                    op.bytes_written.value / element, op.dtype));
   }
 
   // ---- the step's end ----

@@ -7,6 +7,7 @@
 
 #include "report/trace_events.h"
 #include "shardplan/schemas/instruction_set.h"
+#include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/simulate.h"
 #include "text/instruction_text.h"
 
@@ -61,8 +62,9 @@ class TimelineWriter {
            {"name", "process_name"},
            {"args", {{"name", fmt::format("{} {} rank 0 (simulated)", plan_.model, plan_.policy)}}}});
     NameThread(kHostThread, "host");
-    for (std::size_t s = 0; s < plan_.streams.size(); ++s) {
-      NameThread(ThreadOf(static_cast<StreamId>(s)), "stream " + plan_.streams[s].name);
+    const std::vector<std::string> streams = EngineStreams(plan_);
+    for (std::size_t s = 0; s < streams.size(); ++s) {
+      NameThread(ThreadOf(static_cast<StreamId>(s)), "stream " + streams[s]);
     }
   }
 
@@ -84,10 +86,20 @@ class TimelineWriter {
       return Write(event);
     }
     const Instruction& instruction = trigger.instructions[static_cast<std::size_t>(span.instruction)];
-    event["cat"] = Name(instruction.kind);
-    event["name"] = internal::InstructionText(plan_, instruction);
+    const OperatorEvent* own = internal::ModelCollectiveAt(plan_, instruction, span.entry);
+    const bool waits = internal::WaitsForModelCollective(plan_, instruction, span.stream, span.entry);
+    event["cat"] = waits ? "wait" : own == nullptr ? Name(instruction.kind) : Name(own->collective->kind);
+    event["name"] = internal::EntryText(plan_, instruction, span.stream, span.entry);
     Event& args = event["args"];
     args["trigger"] = internal::TriggerText(plan_, trigger);
+    if (own != nullptr) {
+      args["segment"] = internal::InstructionText(plan_, instruction);
+      args["operator"] = own->name;
+      args["bytes"] = own->collective->size_bytes.value;
+      args["dtype"] = Name(own->dtype);
+      args["communicator"] =
+          plan_.communicators[static_cast<std::size_t>(own->collective->communicator)].name;
+    }
     if (!instruction.reason.empty()) args["reason"] = instruction.reason.str();
     const BufferId tensor = FullTensorOf(instruction);
     if (instruction.communicator >= 0 && tensor >= 0) {

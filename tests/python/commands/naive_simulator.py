@@ -73,6 +73,11 @@ def log(value):
 
 
 # ---- the documents ----
+def is_collective(event):
+    """Whether an entry of a segment is a collective of the model."""
+    return event[0] == "op" and len(event) > 11
+
+
 def written_out(plan):
     """The plan with the triggers that a repetition stands for."""
     steps = []
@@ -100,11 +105,11 @@ class Document:
         self.cluster = cluster or plan["cluster"]
         self.units = plan["units"]
         self.buffers = plan["buffers"]
-        self.streams = plan["streams"]
+        self.streams = list(plan["streams"])
         self.names = {
             "unit": [u["fqn"] for u in self.units],
             "src": [b["name"] for b in self.buffers],
-            "stream": [s["name"] for s in self.streams],
+            "stream": [s["name"] for s in plan["streams"]],
             "event": plan["events"],
             "communicator": [c["name"] for c in plan["communicators"]],
             "segment": [s["name"] for s in plan["segments"]],
@@ -113,6 +118,11 @@ class Document:
         self.positions = {
             field: {name: i for i, name in reversed(list(enumerate(names)))} for field, names in self.names.items()
         }
+        used = [event[11] for segment in plan["segments"] for event in segment["entries"] if is_collective(event)]
+        self.stream_of_model = {}
+        for group in sorted({self.at("communicator", collective["communicator"]) for collective in used}):
+            self.stream_of_model[group] = len(self.streams)
+            self.streams.append({"name": "model " + plan["communicators"][group]["name"]})
 
     def at(self, field, value):
         """A reference: a name, or the position of something whose name is not unique. None: left out."""
@@ -412,11 +422,14 @@ class Costs:
     def collective(self, instruction):
         """(duration, loads of the two links, where the cost is from)"""
         document, kind = self.document, instruction["kind"]
-        group = document.ref(instruction, "communicator")
-        ranks = document.plan["communicators"][group]["size"]
+        whole = document.ref(instruction, "dst" if kind == "all_gather" else "src")
+        return self.of_all(kind, document.ref(instruction, "communicator"), document.bytes_of(whole))
+
+    def of_all(self, kind, group, amount):
+        """The cost of all groups of the communicator at once: the slowest counts, the first among equals."""
+        ranks = self.document.plan["communicators"][group]["size"]
         if ranks == 1:
             return 0, (0, 0), "one rank"
-        amount = document.bytes_of(document.ref(instruction, "dst" if kind == "all_gather" else "src"))
         best = None
         for placement in self.placements(group):
             cost = self.of_group(kind, ranks, amount, *placement)
@@ -707,11 +720,66 @@ class Item:
         self.issued = None
 
 
+def unit_of_segment(document, segment, otherwise):
+    reads = [document.at("unit", u) for u in segment.get("reads", [])]
+    makes = [document.at("unit", grad["unit"]) for grad in segment.get("grads", [])]
+    return (makes or reads or [document.at("unit", segment["unit"]) if "unit" in segment else otherwise])[0]
+
+
+def parts_of(document, costs, whole, segment, turns, unit_of_record, works):
+    """The items of a segment that collectives of the model cut."""
+    items = []
+
+    def add(kind, stream, **fields):
+        item = Item(whole.where, kind, whole.phase)
+        item.stream = stream
+        for name, value in fields.items():
+            setattr(item, name, value)
+        items.append(item)
+        return item
+
+    def record(stream):
+        unit_of_record.append(None)
+        add("record", stream, record=len(unit_of_record) - 1)
+        return len(unit_of_record) - 1
+
+    unit, run = unit_of_segment(document, segment, whole.unit), None
+    for event in segment["entries"]:
+        if event[0] == "wait":
+            run = None
+            if event[1] in works:
+                add("wait", whole.stream, waits_for=works[event[1]])
+        elif is_collective(event):
+            run, issued = None, event[11]
+            group = document.at("communicator", issued["communicator"])
+            stream = document.stream_of_model[group]
+            add("wait", stream, waits_for=record(whole.stream))
+            duration, link, source = costs.of_all(issued["kind"], group, issued["size_bytes"])
+            add(
+                issued["kind"], stream, work="collective", unit=unit, group=group, link=link, source=source,
+                duration=event[7] if event[7] >= 0 else duration, turn=turns[group],
+                host=costs.host.get("collective_issue_ns", 0),
+            )
+            turns[group] += 1
+            done = record(stream)
+            if issued.get("work", -1) < 0:
+                add("wait", whole.stream, waits_for=done)
+            else:
+                works[issued["work"]] = done
+        elif event[0] == "op":
+            if run is None:
+                issue = 0 if costs.host.get("runs_kernels") else costs.host.get("operator_issue_ns", 0)
+                run = add("compute", whole.stream, work="compute", unit=unit, host=issue, operators=[])
+            run.operators.append(costs.operator(event))
+    return items
+
+
 def lower(document, costs, alive, index):
     """The items of a step in host order, and its phases."""
     items, phases = [], ["forward"]
     inside = ended = False
     last_record, unit_of_record, last_unit, turns = {}, [], {}, collections.Counter()
+    works = {}  # of the model: record behind the collective that was issued last under the number
 
     def enter(phase):
         if phases[-1] != phase:
@@ -747,17 +815,17 @@ def lower(document, costs, alive, index):
             item = Item((t, i), kind, len(phases) - 1)
             item.unit = document.ref(instruction, "unit")
             item.stream = document.ref(instruction, "stream")
+            if kind == "compute" and any(is_collective(e) or e[0] == "wait" for e in segment["entries"]):
+                items += parts_of(document, costs, item, segment, turns, unit_of_record, works)
+                alive.take(instruction)
+                continue
             if kind == "compute":
                 item.operators = [costs.operator(e) for e in segment["entries"] if e[0] == "op"]
                 item.host, item.work = (
                     0 if costs.host.get("runs_kernels") else costs.host.get("operator_issue_ns", 0),
                     "compute",
                 )
-                reads = [document.at("unit", u) for u in segment.get("reads", [])]
-                makes = [document.at("unit", grad["unit"]) for grad in segment.get("grads", [])]
-                item.unit = (
-                    makes or reads or [document.at("unit", segment["unit"]) if "unit" in segment else item.unit]
-                )[0]
+                item.unit = unit_of_segment(document, segment, item.unit)
             elif kind in COLLECTIVES:
                 item.host, item.work = costs.host.get("collective_issue_ns", 0), "collective"
                 if costs.host.get("runs_kernels"):

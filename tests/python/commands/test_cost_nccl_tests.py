@@ -6,17 +6,23 @@ import json
 import random
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from conftest import build_folder
 
 COMMAND = build_folder() / "bin" / "shardplan"
+ROOT = Path(__file__).resolve().parents[3]
 SEED = 7
 H100 = "NVIDIA H100 80GB HBM3"
+# Programs and the kinds of plans.
 NAMES = {
     "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce",
-    "alltoall": "all-to-all", "sendrecv": "send-recv",
+    "alltoall": "all_to_all", "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
+    "sendrecv": "send",
 }
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def number(value, width):
@@ -29,7 +35,8 @@ def number(value, width):
 
 def body(kind, ranks, size, microseconds, wrong="0"):
     algorithm = size / 1e9 / (microseconds * 1e-6)
-    factor = {"all_reduce": 2 * (ranks - 1) / ranks, "sendrecv": 1}.get(kind, (ranks - 1) / ranks)
+    part = (ranks - 1) / ranks
+    factor = {"all_reduce": 2 * part, "sendrecv": 1, "broadcast": 1, "reduce": 1}.get(kind, part)
     return f"  {number(microseconds, 7):>7}  {number(algorithm, 6):>6}  {number(algorithm * factor, 6):>6}  {wrong:>6}"
 
 
@@ -73,12 +80,12 @@ def run(kind, hosts, rows, named=True, groups=None, per_iteration=False, stamps=
         "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  "
         "(GB/s)       \n"
     )
-    redop = "sum" if kind in ("all_reduce", "reduce_scatter") else "none"
+    redop = "sum" if kind in REDUCTIONS else "none"
     tail = "     1.00     2.00     2.00     0.10" if per_iteration else ""
     for size, out, within in rows:
         text += (
             f"{size:12d}  {size // 4:12d}  {'float':>8}  {redop:>6}  "
-            f"{-1:6d}{body(kind, ranks, size, out)}{tail}{body(kind, ranks, size, within, 'N/A')}{tail}"
+            f"{0 if kind in ROOTED else -1:6d}{body(kind, ranks, size, out)}{tail}{body(kind, ranks, size, within, 'N/A')}{tail}"
         )
         text += f"{'2026-11-28 03:04:05':>21}\n" if stamps else "\n"
     return (
@@ -101,7 +108,7 @@ def old_run(kind, hosts, rows):
     text += (
         "#        (B)    (elements)                       (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)       \n"
     )
-    redop = "sum" if kind in ("all_reduce", "reduce_scatter") else ""
+    redop = "sum" if kind in REDUCTIONS else ""
     for size, out, within in rows:
         text += (
             f"{size:12d}  {size // 4:12d}  {'float':>8}  "
@@ -120,7 +127,7 @@ def read(tmp_path, text, *arguments, name="job.log", cluster="h100_sxm_64"):
     done = cost(tmp_path / name, "--cluster", cluster, *arguments)
     assert done.returncode == 0, done.stderr
     # The device's name has blanks; then six columns.
-    pattern = re.compile(r"^NVIDIA .*? ((?:all|reduce|send)\S*) +(\d+) +(\d+) +(\d+) +(\d+) ", re.M)
+    pattern = re.compile(rf"^NVIDIA .*? ({'|'.join(NAMES.values())}) +(\d+) +(\d+) +(\d+) +(\d+) ", re.M)
     return [(kind, *map(int, rest)) for kind, *rest in pattern.findall(done.stdout)]
 
 
@@ -172,14 +179,20 @@ def test_the_kind_by_flag_by_reductions_and_by_the_files_name(tmp_path):
     gather = run("all_gather", ["a"] * 8, rows, named=False)
     assert read(tmp_path, gather, "--collective", "all_gather") == expected("all_gather", 8, rows)
     assert read(tmp_path, gather, name="all_gather_8.txt") == expected("all_gather", 8, rows)
-    for kind in ("all_reduce", "reduce_scatter"):
+    for kind in REDUCTIONS:
         assert read(tmp_path, run(kind, ["a"] * 8, rows, named=False)) == expected(kind, 8, rows)
+    for kind in ("all_reduce", "reduce_scatter"):
         assert read(tmp_path, old_run(kind, ["a"] * 8, rows)) == expected(kind, 8, rows)
     assert read(tmp_path, old_run("all_gather", ["a"] * 8, rows), "--collective", "all_gather") == expected(
         "all_gather", 8, rows
     )
     # The bandwidths are not those of what the flag says.
-    for kind, wrong in (("all_gather", "all_reduce"), ("all_reduce", "all_gather"), ("sendrecv", "reduce_scatter")):
+    for kind, wrong in (
+        ("all_gather", "all_reduce"),
+        ("all_reduce", "all_gather"),
+        ("sendrecv", "reduce_scatter"),
+        ("gather", "broadcast"),
+    ):
         (tmp_path / "w.log").write_text(run(kind, ["a"] * 8, rows, named=False))
         done = cost(tmp_path / "w.log", "--cluster", "h100_sxm_64", "--collective", wrong)
         assert done.returncode == 3 and "busbw" in done.stderr, (kind, wrong)
@@ -223,10 +236,27 @@ def test_groups_at_once(tmp_path):
     assert (table["ranks"], table["nodes"], table["concurrent_groups"], table["link"]) == (2, 2, 8, "network")
 
 
+@pytest.mark.parametrize("kind", [kind for kind in NAMES if kind not in ("all_gather", "reduce_scatter", "all_reduce")])
+def test_every_kind_has_a_table_that_answers_for_it(tmp_path, kind):
+    base = json.loads((ROOT / "tools/clusters/h100_sxm_64.json").read_text())
+    rows = [(1 << power, 10.0 + (1 << power) / 1e5, 1.0) for power in range(24, 30)]
+    for ranks, nodes in ((8, 1), (16, 2)):
+        (tmp_path / "t.log").write_text(run(kind, [f"n{rank * nodes // ranks}" for rank in range(ranks)], rows))
+        done = cost(tmp_path / "t.log", "--fit", "h100_sxm_64", "-o", tmp_path / "out.json")
+        assert done.returncode == 0 and "passed over" not in done.stdout, done.stderr
+        document = json.loads((tmp_path / "out.json").read_text())
+        table = document["collectives"][-1]
+        assert (table["kind"], table["ranks"], table.get("nodes", 1)) == (NAMES[kind], ranks, nodes)
+        assert document["links"] == base["links"]
+        told = cost(tmp_path / "t.log", "--cluster", tmp_path / "out.json").stdout
+        assert told.count(f"measured {ranks} ranks") == len(rows) and "median   0.00 %" in told, told
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (run("broadcast", ["a"] * 2, [(1 << 24, 9.0, 9.0)]), ["broadcast", "all_gather"]),
+        (run("hypercube", ["a"] * 2, [(1 << 24, 9.0, 9.0)]), ["hypercube", "all_gather"]),
+        (run("alltoallv", ["a"] * 2, [(1 << 24, 9.0, 9.0)]), ["alltoallv", "alltoall"]),
         (run("all_reduce", ["a"] * 2, [(1 << 24, 9.0, 9.0)], cputime=True), ["cputime"]),
         (run("all_reduce", ["a"] * 2, []), ["no rows"]),
         (re.sub("     0(?= )", "     3", run("all_reduce", ["a"] * 2, [(1 << 24, 9.0, 9.0)]), count=1), ["wrong", "3"]),

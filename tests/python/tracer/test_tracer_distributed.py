@@ -90,6 +90,23 @@ def test_annotated_parameters_have_placements(tmp_path):
 
 
 @needs_spmd_types
+def test_a_dimension_along_which_nothing_communicates_is_noted(tmp_path):
+    assert "parameters are cut along tp, and no collective is along it" in run("annotated_replicated", tmp_path).stderr
+    assert "no collective is along it" not in run("tensor_parallel", tmp_path).stderr
+
+
+@needs_spmd_types
+def test_an_axis_is_fsdps_by_its_name(tmp_path):
+    """All parameters are R along tp, and FSDP does not manage it; one is cut along the ranks of fsdp, which it manages
+    for the other."""
+    def placed(name):
+        return [entry.get("placements") for entry in traced(name, tmp_path)["parameters"]]
+
+    assert placed("annotated_all_replicated") == [[{"mesh_dim": "tp", "size": TP, "grad_partial": True}]] * 2
+    assert placed("annotated_experts") == [[{"mesh_dim": "ep", "size": 8, "dim": 0}], None]
+
+
+@needs_spmd_types
 @pytest.mark.parametrize(
     "name, message",
     [
@@ -119,27 +136,78 @@ for door in models.DOORS:
 print(json.dumps(found))
 """
 PART, WHOLE, GATHERED = 2 * 16 * 4, 8 * 16 * 4, 4 * 8 * 16 * 4
-# name -> (operator, bytes read, bytes written, storages read, storages written), each
+
+
+def collective(name, kind, size, read, written, counts=(1, 1), **optional):
+    """(operator, bytes read, bytes written, storages read, storages written, details)"""
+    return (f"{name}", read, written, *counts, {"kind": kind, "communicator": 0, "size_bytes": size, **optional})
+
+
+def c10d(name, *rest, **optional):
+    return collective(f"c10d.{name}", *rest, **optional)
+
+
+def functional(name, *rest, **optional):
+    return collective(f"_c10d_functional.{name}", *rest, **optional)
+
+
+def sent(**optional):
+    return c10d("send", "send", WHOLE, WHOLE, 0, (1, 0), **optional)
+
+
+def received(**optional):
+    return c10d("recv_", "recv", WHOLE, 0, WHOLE, (0, 1), **optional)
+
+
+ALL_REDUCE = ("all_reduce", WHOLE, WHOLE, WHOLE)
+SCATTER = ("reduce_scatter", WHOLE, WHOLE, PART)
+GATHER = ("all_gather", GATHERED, WHOLE, GATHERED)
+EXCHANGE = ("all_to_all", WHOLE, WHOLE, WHOLE)
+BROADCAST = ("broadcast", WHOLE)
+# The whole tensor is named by size_bytes: what is gathered, what is scattered.
 EXPECTED = {
-    "all_reduce": [("c10d.allreduce_", WHOLE, WHOLE, 1, 1)],
-    "all_reduce_async": [("c10d.allreduce_", WHOLE, WHOLE, 1, 1)],
-    "all_gather_into_tensor": [("c10d._allgather_base_", WHOLE, GATHERED, 1, 1)],
-    "reduce_scatter_tensor": [("c10d._reduce_scatter_base_", WHOLE, PART, 1, 1)],
-    "all_to_all_single": [("c10d.alltoall_base_", WHOLE, WHOLE, 1, 1)],
-    "all_to_all": [("c10d.alltoall_", WHOLE, WHOLE, 1, 4)],
-    "all_gather": [("c10d.allgather_", WHOLE, GATHERED, 1, 4)],
-    "broadcast_of_the_root": [("c10d.broadcast_", WHOLE, 0, 1, 0)],
-    "broadcast_of_another": [("c10d.broadcast_", 0, WHOLE, 0, 1)],
-    "reduce_to_the_root": [("c10d.reduce_", WHOLE, WHOLE, 1, 1)],
-    "reduce_to_another": [("c10d.reduce_", WHOLE, 0, 1, 0)],
-    "batch_isend_irecv": [("c10d.send", WHOLE, 0, 1, 0), ("c10d.recv_", 0, WHOLE, 0, 1)],
-    "coalesced": [("c10d.allreduce_coalesced_", 2 * WHOLE, 2 * WHOLE, 2, 2)],
+    "all_reduce": [c10d("allreduce_", *ALL_REDUCE)],
+    "all_reduce_async": [c10d("allreduce_", *ALL_REDUCE)],
+    "all_gather_into_tensor": [c10d("_allgather_base_", *GATHER)],
+    "reduce_scatter_tensor": [c10d("_reduce_scatter_base_", *SCATTER)],
+    "all_to_all_single": [c10d("alltoall_base_", *EXCHANGE)],
+    "all_to_all": [c10d("alltoall_", *EXCHANGE, (1, 4))],
+    "all_gather": [c10d("allgather_", *GATHER, (1, 4))],
+    "broadcast_of_the_root": [c10d("broadcast_", *BROADCAST, WHOLE, 0, (1, 0))],
+    "broadcast_of_another": [c10d("broadcast_", *BROADCAST, 0, WHOLE, (0, 1))],
+    "reduce_to_the_root": [c10d("reduce_", "reduce", WHOLE, WHOLE, WHOLE)],
+    "reduce_to_another": [c10d("reduce_", "reduce", WHOLE, WHOLE, 0, (1, 0))],
+    "batch_isend_irecv": [sent(peer=1, batch=0), received(peer=3, batch=0)],
+    "coalesced": [c10d("allreduce_coalesced_", "all_reduce", 2 * WHOLE, 2 * WHOLE, 2 * WHOLE, (2, 2))],
     "barrier": [],
-    "functional_all_gather": [("_c10d_functional.all_gather_into_tensor", WHOLE, GATHERED, 1, 1)],
-    "functional_all_reduce": [("_c10d_functional.all_reduce", WHOLE, WHOLE, 1, 1)],
-    "functional_send": [("_c10d_functional.isend", WHOLE, 0, 1, 0)],
-    "functional_out": [("_c10d_functional.reduce_scatter_tensor_out", WHOLE, PART, 1, 1)],
-    "differentiable_all_to_all": [("c10d.alltoall_base_", WHOLE, WHOLE, 1, 1)],
+    "functional_all_gather": [functional("all_gather_into_tensor", *GATHER, work=0)],
+    "functional_all_reduce": [functional("all_reduce", *ALL_REDUCE, work=0)],
+    "functional_send": [functional("isend", "send", WHOLE, WHOLE, 0, (1, 0), peer=1, work=0)],
+    "functional_out": [functional("reduce_scatter_tensor_out", *SCATTER, work=0)],
+    "differentiable_all_to_all": [c10d("alltoall_base_", *EXCHANGE)],
+    # The receive stands between the send and its wait.
+    "isend_and_irecv": [sent(peer=1, work=0), received(peer=3, work=1), ["wait", 0], ["wait", 1]],
+    "batch_of_one": [sent(peer=2)],
+    "two_batches": [sent(peer=1, batch=0), received(peer=3, batch=0), sent(peer=1, batch=1), received(peer=3, batch=1)],
+    "coalesced_of_two_kinds": [
+        # The gather could be one with others of its kind, so it is issued at the end.
+        c10d("broadcast_", *BROADCAST, WHOLE, 0, (1, 0), work=0, batch=0),
+        c10d("allgather_into_tensor_coalesced_", *GATHER, work=1, batch=0),
+        ["wait", 0],
+        ["wait", 1],
+    ],
+    "functional_batch": [
+        functional("batch_p2p_ops", "send", WHOLE, WHOLE, 0, (1, 0), peer=1, batch=0, work=0),
+        functional("batch_p2p_ops", "recv", WHOLE, 0, WHOLE, (0, 1), peer=3, batch=0, work=1),
+    ],
+    "asynchronous": [c10d("allreduce_", *ALL_REDUCE, work=0), ["wait", 0]],
+    "functional_used_later": [functional("all_gather_into_tensor", *GATHER, work=0), ["wait", 0]],
+    "inside_of_an_operator": [functional("all_gather_into_tensor", *GATHER)],
+    "never_waited_for": [c10d("allreduce_", *ALL_REDUCE, work=0)],
+    # Rank 0 receives 5 rows of each, where a rank sends 8.
+    "uneven_all_to_all": [
+        c10d("alltoall_base_", "all_to_all", WHOLE, WHOLE, 20 * 16 * 4, busiest_ppm=20 * 1_000_000 // 8)
+    ],
 }
 
 
@@ -151,17 +219,86 @@ def doors():
 
 
 def is_collective(event):
-    return event[1].startswith(("c10d.", "_c10d_functional."))
+    return event[0] == "op" and event[1].startswith(("c10d.", "_c10d_functional."))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_collective_of_any_door_is_an_operator(name, doors):
-    found = [event for event in operators(doors[name]) if is_collective(event)]
-    assert [(e[1], e[5], e[6], len(e[8]), len(e[9])) for e in found] == EXPECTED[name]
+    found = [event for event in doors[name]["forwards"][0]["events"] if event[0] == "wait" or is_collective(event)]
+    assert [e if e[0] == "wait" else (e[1], e[5], e[6], len(e[8]), len(e[9]), e[11]) for e in found] == EXPECTED[name]
+    assert doors[name]["world_size"] == TP
+    assert doors[name].get("communicators", []) == [{"name": "world", "size": TP, "stride": 1}] * bool(found)
+    assert "same_batch" not in doors[name]
 
 
 def test_every_door_is_tried(doors):
     assert doors.keys() == EXPECTED.keys()
+
+
+def test_work_beside_a_collective_is_between_its_event_and_its_wait(doors):
+    """A product is after the issue in both, and what needs the result behind the wait."""
+    for name in ("asynchronous", "functional_used_later"):
+        events = [event for event in doors[name]["forwards"][0]["events"] if event[0] in ("op", "wait")]
+        issued = next(i for i, event in enumerate(events) if is_collective(event))
+        waited = events.index(["wait", 0])
+        assert "aten.mm" in [event[1] for event in events[issued:waited]], name
+        needs = [i for i, event in enumerate(events) if event[0] == "op" and set(event[8]) & set(events[issued][9])]
+        assert min(i for i in needs if i > issued) > waited, name
+
+
+def communicators(trace):
+    return [(entry["name"], entry["size"], entry["stride"], entry.get("dims")) for entry in trace["communicators"]]
+
+
+def test_a_group_is_the_dimension_of_a_mesh_that_it_is(tmp_path):
+    """12 ranks: dp 2, cp 3, tp 2."""
+    trace = traced("of_a_mesh", tmp_path)
+    assert trace["world_size"] == 12 and trace["same_batch"] == ["tp"]
+    apart = [{"size": 2, "stride": 6}, {"size": 2, "stride": 1}]
+    assert communicators(trace) == [
+        ("cp", 3, 2, None), ("tp", 2, 1, None), ("outer_tp", 4, 1, apart), ("cp_tp", 6, 1, None)
+    ]
+    found = [event for event in operators(trace) if is_collective(event)]
+    assert [event[11]["communicator"] for event in found[:4]] == [0, 1, 2, 3]
+    assert len(found) == 5 and len(found[4]) == 11, "one rank alone copies"
+
+
+def test_a_group_of_no_mesh_is_named_by_its_ranks(tmp_path):
+    trace = traced("of_every_other_rank", tmp_path, "--own-batch", "ranks_0_2")
+    assert communicators(trace) == [("ranks_0_2", 2, 2, None)]
+
+
+def test_parameters_name_dimensions_too(tmp_path):
+    trace = traced("placed_along_unknown", tmp_path, "--same-batch", "columns")
+    assert communicators(trace) == [("columns", TP, 1, None)] and trace["same_batch"] == ["columns"]
+    assert not any(is_collective(event) for event in operators(trace))
+
+
+@pytest.mark.parametrize("flag, same", [("--same-batch", ["rows", "tp"]), ("--own-batch", ["tp"])])
+def test_a_flag_says_whose_batch_an_unknown_dimension_has(flag, same, tmp_path):
+    assert traced("of_unknown_name", tmp_path, flag, "rows")["same_batch"] == same
+
+
+@pytest.mark.parametrize(
+    "name, arguments, code, message",
+    [
+        ("of_unknown_name", (), 3, "it is not known whether the ranks along rows work on the same batch: --same-batch"),
+        ("placed_along_unknown", (), 3, "parameter weight: it is not known whether the ranks along columns"),
+        ("of_no_dimension", (), 3, "among the ranks 0, 3 of 4, which are no dimension of a mesh, nor several (dp, tp)"),
+        ("of_no_digits", ("--own-batch", "ranks_0_1_2"), 3, "the ranks 0, 1, 2 of 4 (ranks_0_1_2) are no digits"),
+        ("splits_of_three", (), 3, "an all_to_all among 4 ranks has 3 input splits ([4, 2, 2])"),
+        ("splits_of_too_few_rows", (), 3, "the input splits [2, 2, 2, 1] of an all_to_all do not make the 8 rows"),
+        ("splits_to_itself", (), 3, "(number 0 of 4) sends itself 2 rows and receives 1 from itself"),
+        ("splits_that_get_lost", (), 3, "the rank sends 8 rows ([2, 3, 1, 2]) and receives 7 ([2, 2, 2, 1])"),
+        ("of_a_mesh", ("--same-batch", "cp", "--own-batch", "cp"), 2, "--same-batch cp and --own-batch cp contradict"),
+        ("of_a_mesh", ("--same-batch", "columns"), 2, "columns: the model communicates along no dimension of that"),
+    ],
+)
+def test_a_group_or_a_split_that_a_trace_cannot_have_is_an_error(name, arguments, code, message, tmp_path):
+    done = run(name, tmp_path, *arguments)
+    assert done.returncode == code and message in done.stderr, done.stderr
+    if code == 3 and not name.startswith("placed"):
+        assert "(in (root) (Communicating), at tracer_distributed.py:" in done.stderr
 
 
 def test_a_collective_in_place_is_between_what_makes_its_tensor_and_what_follows(doors):

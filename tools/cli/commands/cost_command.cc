@@ -13,6 +13,7 @@
 #include "cluster_names.h"
 #include "commands/commands.h"
 #include "flags/file_flag.h"
+#include "shardplan/schemas/collective_kinds.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/cost_model.h"
@@ -197,10 +198,13 @@ Cluster WithoutCollective(std::span<const CollectiveMeasurement> rows, const Col
   return cluster;
 }
 
-// The name in plans.
-std::string_view KindText(MeasuredCollective kind) {
-  const std::optional<CollectiveKind> planned = PlannedKind(kind);
-  return planned ? Name(*planned) : Name(kind);
+// Programs of nccl-tests whose collective has a cost.
+std::vector<std::string> ProgramNames() {
+  std::vector<std::string> names;
+  for (const CollectiveDescription& is : kCollectiveKinds) {
+    if (!is.nccl_tests.empty()) names.emplace_back(is.nccl_tests);
+  }
+  return names;
 }
 
 std::string SizeClass(Bytes size) {
@@ -236,7 +240,7 @@ Result<std::string> CollectivesText(const CostArguments& options, const ReadTabl
     ++told;
     errors.Add(SizeClass(row.full_tensor_bytes), prediction.duration_ns, row.duration_ns);
     text += fmt::format("{:<{}} {:<14} {:>6} {:>6} {:>12} {:>12} {}  {}\n", Printable(row.device), width,
-                        KindText(row.kind), row.concurrent_groups, row.ranks, row.full_tensor_bytes.value,
+                        Name(row.kind), row.concurrent_groups, row.ranks, row.full_tensor_bytes.value,
                         row.duration_ns.value, ErrorText(prediction, row.duration_ns),
                         Printable(prediction.source));
   }
@@ -382,7 +386,7 @@ Status RunCost(const CostArguments& options) {
   if (!options.device.empty() && options.fit.empty())
     return MakeError(ErrorCode::kUsage, "--device says whose rows --fit takes");
   ReadOptions reading{.in_place = options.in_place};
-  if (!options.collective.empty()) reading.kind = MeasuredCollectiveOf(options.collective);
+  if (!options.collective.empty()) reading.kind = CollectiveOfProgram(options.collective);
   std::vector<ReadTable> tables;
   for (const std::string& path : options.tables) {
     Result<std::string> text = ReadFile(path);
@@ -441,7 +445,7 @@ void AddCostCommand(CLI::App& app, Invocation& invocation) {
   command
       ->add_option("--collective", options->collective,
                    "What nccl-tests measured, if its text does not name the program")
-      ->check(CLI::IsMember({"all_gather", "reduce_scatter", "all_reduce", "alltoall", "sendrecv"}));
+      ->check(CLI::IsMember(ProgramNames()));
   command->add_flag("--in-place", options->in_place,
                     "Of nccl-tests the columns in-place (default: out-of-place)");
   AddFile(*command, "-o,--output", options->output,

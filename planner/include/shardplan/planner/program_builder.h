@@ -99,6 +99,7 @@ class ProgramBuilder {
   void CheckBuffer(BufferId buffer);
   void CheckEvent(EventId event);
   Segment MakeSegment(const HookPoint& event, const SegmentKey& key) const;
+  OperatorEvent OnPlansCommunicator(OperatorEvent op) const;
   // Whether a segment that covers the event has something of it.
   bool IsWork(const TraceEvent& event) const;
 

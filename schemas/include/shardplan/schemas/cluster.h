@@ -111,7 +111,19 @@ constexpr Nanoseconds OptimizerIssue(const Host& host) {
   return host.optimizer_issue_ns.value > 0 ? host.optimizer_issue_ns : host.operator_issue_ns;
 }
 
-enum class CollectiveKind : std::uint8_t { kAllGather, kReduceScatter, kAllReduce };
+// FSDP's own collectives, and those that a model may have of its own (collective_kinds.h).
+enum class CollectiveKind : std::uint8_t {
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kAllToAll,
+  kBroadcast,
+  kReduce,
+  kGather,
+  kScatter,
+  kSend,
+  kReceive,
+};
 
 struct CollectivePoint {
   Bytes full_tensor_bytes;  // gathered output of an all_gather, input of a reduce_scatter, tensor of an

@@ -30,7 +30,6 @@ using UnitId = std::int32_t;
 using BufferId = std::int32_t;
 using StreamId = std::int32_t;
 using EventId = std::int32_t;
-using CommunicatorId = std::int32_t;
 using SegmentId = std::int32_t;
 
 enum class LayoutKind : std::uint8_t { kPerParameter, kFlat };
@@ -164,23 +163,6 @@ struct PlanStream {
   bool operator==(const PlanStream&) const = default;
 };
 
-// A group of ranks for each rank: the ranks that differ only in the digit (rank / stride) mod size. shard of
-// a {replicate: R, shard: S} mesh: size S, stride 1; replicate: size R, stride S. Dimensions that do not lie
-// side by side are flattened: the ranks differ only in the digits of `dims`, the first the most significant.
-// Then size is the product of the dimensions, and stride that of the last.
-struct CommunicatorDim {
-  std::int64_t size = 1;
-  std::int64_t stride = 1;
-  bool operator==(const CommunicatorDim&) const = default;
-};
-struct Communicator {
-  std::string name;  // "shard", "replicate", "post_forward"
-  std::int64_t size = 1;
-  std::int64_t stride = 1;
-  std::vector<CommunicatorDim> dims;  // empty: size and stride say it
-  bool operator==(const Communicator&) const = default;
-};
-
 // Whether both make the same groups of ranks (under any name).
 inline bool SameRanks(const Communicator& a, const Communicator& b) {
   return a.size == b.size && a.stride == b.stride && a.dims == b.dims;
@@ -188,7 +170,8 @@ inline bool SameRanks(const Communicator& a, const Communicator& b) {
 
 // The model's compute between two triggers: operators, and its own allocations and frees in host order.
 // Storage ids are the trace's; an instance is (storage, micro-batch).
-using SegmentEntry = std::variant<OperatorEvent, AllocateEvent, FreeEvent>;
+// A collective of the model is an operator; its communicator is the plan's.
+using SegmentEntry = std::variant<OperatorEvent, AllocateEvent, FreeEvent, CollectiveWaitEvent>;
 struct SegmentGrad {
   UnitId unit = -1;
   std::int32_t parameter = -1;  // index into Unit::parameters
@@ -405,7 +388,8 @@ struct Plan {
   Digests digests;
   std::vector<KnownFault> known_faults;  // a plan that verifies has none
   std::int64_t world_size = 1;
-  std::int64_t tokens_per_step = 0;  // of one rank
+  std::int64_t tokens_per_step = 0;  // that one rank works on
+  std::int64_t ranks_per_batch = 1;  // ranks that work on the same ones together (tensor parallelism)
   std::vector<StrategyMeshDim> mesh;
   Cluster cluster;  // costs are computed from it when no other is given
   Strategy strategy;

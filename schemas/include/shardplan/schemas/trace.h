@@ -13,6 +13,7 @@
 #include <variant>
 #include <vector>
 
+#include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/dtype.h"
 #include "shardplan/schemas/quantity.h"
 
@@ -24,6 +25,8 @@ using ModuleId = std::int32_t;
 using ParameterId = std::int32_t;
 using TensorId = std::int32_t;
 using StorageId = std::int32_t;
+// Index into Trace::communicators; in a plan into Plan::communicators.
+using CommunicatorId = std::int32_t;
 
 // A parameter or buffer as a module registers it. Tied parameters: several modules name the same ParameterId.
 struct NamedParameter {
@@ -46,6 +49,23 @@ struct Module {
   std::string compiled;                    // torch.compile's backend of a module that runs as compiled graphs
   std::vector<ModulePart> parts;           // empty: the model says nothing of it
   bool operator==(const Module&) const = default;
+};
+
+// A group of ranks for each rank: the ranks that differ only in the digit (rank / stride) mod size. shard of
+// a {replicate: R, shard: S} mesh: size S, stride 1; replicate: size R, stride S. Dimensions that do not lie
+// side by side are flattened: the ranks differ only in the digits of `dims`, the first the most significant.
+// Then size is the product of the dimensions, and stride that of the last.
+struct CommunicatorDim {
+  std::int64_t size = 1;
+  std::int64_t stride = 1;
+  bool operator==(const CommunicatorDim&) const = default;
+};
+struct Communicator {
+  std::string name;  // "shard", "replicate", "post_forward"
+  std::int64_t size = 1;
+  std::int64_t stride = 1;
+  std::vector<CommunicatorDim> dims;  // empty: size and stride say it
+  bool operator==(const Communicator&) const = default;
 };
 
 // The placement of a parameter on one dimension of the mesh that is not FSDP's own (tensor, expert, ...
@@ -122,6 +142,23 @@ struct ExitEvent {
   bool operator==(const ExitEvent&) const = default;
 };
 
+// [Note: collectives of the model]
+// A collective that the model issues itself (tensor, expert, context parallelism) is an operator with this
+// part. It runs on the communicator's own stream: behind what the compute stream was given before it, behind
+// the communicator's collectives before it. The compute stream waits for it at once, or at the
+// CollectiveWaitEvent of its `work`. Every rank issues the same: `peer` is a distance, and `size_bytes` what
+// each rank has.
+struct ModelCollective {
+  CollectiveKind kind = CollectiveKind::kAllReduce;
+  CommunicatorId communicator = -1;
+  Bytes size_bytes;                      // the full tensor (CollectiveSize in collective_kinds.h)
+  std::int32_t work = -1;                // asynchronous: its number in the trace; -1: waited for at once
+  std::int32_t peer = -1;                // send, recv: (peer - this rank) mod size, as positions in the group
+  std::int32_t batch = -1;               // issued as one group: all of one number
+  std::int64_t busiest_ppm = 1'000'000;  // all_to_all: what the busiest rank moves, of size_bytes
+  bool operator==(const ModelCollective&) const = default;
+};
+
 // One operator that a GPU would run.
 struct OperatorEvent {
   std::string name;      // "aten.mm"
@@ -134,7 +171,14 @@ struct OperatorEvent {
   std::vector<StorageId> reads;  // storages of the passes (not parameters)
   std::vector<StorageId> writes;
   std::vector<ParameterId> parameters;  // parameters whose storage is read
+  std::optional<ModelCollective> collective;
   bool operator==(const OperatorEvent&) const = default;
+};
+
+// The compute stream waits for the latest collective of this number.
+struct CollectiveWaitEvent {
+  std::int32_t work = -1;
+  bool operator==(const CollectiveWaitEvent&) const = default;
 };
 
 // A storage is born / dies.
@@ -199,9 +243,10 @@ struct BackwardEndEvent {
   bool operator==(const BackwardEndEvent&) const = default;
 };
 
-using TraceEvent = std::variant<EnterEvent, ExitEvent, OperatorEvent, AllocateEvent, FreeEvent,
-                                OutputGradReadyEvent, InputsGradDoneEvent, ParameterGradEvent,
-                                RecomputeEnterEvent, RecomputeExitEvent, BackwardEndEvent, ReleaseEvent>;
+using TraceEvent =
+    std::variant<EnterEvent, ExitEvent, OperatorEvent, AllocateEvent, FreeEvent, OutputGradReadyEvent,
+                 InputsGradDoneEvent, ParameterGradEvent, RecomputeEnterEvent, RecomputeExitEvent,
+                 BackwardEndEvent, ReleaseEvent, CollectiveWaitEvent>;
 
 // One forward (the loss included: its events follow the root's exit) or one backward.
 struct Pass {
@@ -240,6 +285,12 @@ struct Trace {
   std::string recorded_with;              // "torch 2.11.0"
   DType compute_dtype = DType::kFloat32;  // dtype the passes were recorded in
   std::int64_t tokens_per_batch = 0;  // batch x sequence of one rank's micro-batch (samples when no sequence)
+  std::int64_t world_size = 1;        // ranks of the job that was traced
+  // Names of mesh dimensions along which all ranks work on one batch (tensor, pipeline parallelism). Along
+  // others each has its own, or its own part of a sequence.
+  std::vector<std::string> same_batch;
+  // The groups of the model's own collectives, and the dimensions that placements name.
+  std::vector<Communicator> communicators;
   std::vector<Module> modules;        // pre-order, children in registration order; modules[0] is the root
   std::vector<Parameter> parameters;  // named_parameters() order
   std::vector<ModuleBuffer> buffers;

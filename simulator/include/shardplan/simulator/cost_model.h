@@ -59,15 +59,15 @@ struct CollectiveRequest {
   CollectiveKind kind = CollectiveKind::kAllGather;
   std::int64_t ranks = 1;
   std::span<const GroupPlacement> placements;  // of its groups, at least one
-  // The whole tensor: output of an all_gather, input of a reduce_scatter, tensor of an all_reduce.
-  Bytes full_tensor_bytes;
+  Bytes full_tensor_bytes;                     // of what: CollectiveDescription::size
+  std::int64_t busiest_ppm = 1'000'000;  // all_to_all: what the busiest rank moves, of full_tensor_bytes
 };
 
 // The load of a collective on each link while it runs alone, in parts per million of the link's capacity. A
 // collective over several nodes uses the link inside a node and the one between them at once, and the
-// narrower of the two wholly. The engine shares links by this, and bounds on communication follow from it: a
-// link cannot carry more than a second's worth in a second, so collectives take at least the sum of duration
-// x load on any one link.
+// narrower of the two wholly; a send between nodes uses the latter alone. The engine shares links by this,
+// and bounds on communication follow from it: a link cannot carry more than a second's worth in a second, so
+// collectives take at least the sum of duration x load on any one link.
 struct LinkLoads {
   std::array<std::int32_t, 2> ppm{};  // by index into Cluster::links
   auto operator<=>(const LinkLoads&) const = default;

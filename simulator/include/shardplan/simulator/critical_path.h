@@ -33,6 +33,9 @@ enum class TimeCause : std::uint8_t {
   kAllGather,
   kReduceScatter,
   kAllReduce,
+  kAllToAll,
+  kSendReceive,
+  kOtherCollective,
   kCollectivesSlowed,
   kCopies,  // kernels that move memory
   kHostLink,

@@ -64,10 +64,15 @@ enum class DeviceActivity : std::uint8_t {
   kAllGather,
   kReduceScatter,
   kAllReduce,
+  kAllToAll,
+  kSendReceive,
+  kOtherCollective,  // with one root: broadcast, reduce, gather, scatter
   kHostLink,
   kIdle,
 };
-inline constexpr std::size_t kDeviceActivities = 9;
+inline constexpr std::size_t kDeviceActivities = 12;
+// The one that a collective is.
+DeviceActivity ActivityOf(CollectiveKind kind);
 // "forward", "all_gather", "idle".
 std::string_view Name(DeviceActivity activity);
 
@@ -87,10 +92,12 @@ struct EngineInstruction {
   Nanoseconds host_ns;        // what it takes the host to issue it, or to do it (kSegment: one operator)
 };
 
-// A run of operators: [first, first + count) in EngineProgram::operators.
+// A run of operators: [first, first + count) in EngineProgram::operators. A segment with collectives of the
+// model is cut there: it is several of them, behind those of the plan's segments.
 struct EngineSegment {
   std::int32_t first = 0;
   std::int32_t count = 0;
+  std::int32_t of = -1;  // index into the plan's segments
 };
 
 // Matrix work of a segment by dtype, its recomputation included.
@@ -120,6 +127,7 @@ struct CollectiveGroup {
 struct InstructionOrigin {
   std::int32_t trigger = -1;
   std::int32_t instruction = -1;  // -1: the trigger itself
+  std::int32_t entry = -1;        // of its segment: a collective of the model, and what waits for it
 };
 
 // One step of a plan, lowered.
@@ -141,7 +149,7 @@ struct EngineStep {
 
 struct EngineProgram {
   std::vector<EngineStep> steps;
-  std::vector<EngineSegment> segments;
+  std::vector<EngineSegment> segments;  // the plan's, then parts of those with collectives
   std::vector<EngineOperator> operators;
   std::int32_t streams = 0;
   std::int32_t communicators = 0;
@@ -157,6 +165,10 @@ struct EngineProgram {
   std::vector<std::vector<SegmentFlops>> segment_flops;
   bool recomputes = false;  // some segment makes what a recomputation makes
 };
+
+// The streams of a plan's steps, by name: the plan's own, then one for each communicator that collectives of
+// the model use ("model tp"; trace.h, [Note: collectives of the model]).
+std::vector<std::string> EngineStreams(const Plan& plan);
 
 // kBadInput: ids out of range, more than 100 streams or 30'000 units, or costs that the cluster lacks.
 Result<EngineProgram> LowerPlan(const Plan& plan, const Cluster& cluster, const CostModel& costs);

@@ -20,28 +20,17 @@
 
 namespace shardplan {
 
-// Collectives that are measured: those of plans, and two that no plan has.
-enum class MeasuredCollective : std::uint8_t {
-  kAllGather,
-  kReduceScatter,
-  kAllReduce,
-  kAllToAll,
-  kSendRecv,  // each rank sends to the next one and receives from the one before
-};
-// The name in tables of measurements: "all-gather".
-std::string_view Name(MeasuredCollective kind);
 // By the name of nccl-tests' program without _perf: "all_gather", "alltoall".
-std::optional<MeasuredCollective> MeasuredCollectiveOf(std::string_view program);
-// Nothing: no plan has such a collective.
-std::optional<CollectiveKind> PlannedKind(MeasuredCollective kind);
+std::optional<CollectiveKind> CollectiveOfProgram(std::string_view program);
 
-// One collective on `ranks` ranks, while `concurrent_groups` such groups run at once.
+// One collective on `ranks` ranks, while `concurrent_groups` such groups run at once. A send: each rank sends
+// to the next one and receives from the one before.
 struct CollectiveMeasurement {
   std::string device;
-  MeasuredCollective kind = MeasuredCollective::kAllGather;
+  CollectiveKind kind = CollectiveKind::kAllGather;
   std::int64_t concurrent_groups = 1;
   std::int64_t ranks = 0;
-  Bytes full_tensor_bytes;  // as CollectivePoint has it; what a rank sends of an all-to-all and a send-recv
+  Bytes full_tensor_bytes;  // as CollectivePoint has it
   Nanoseconds duration_ns;
   std::int64_t nodes = 0;  // that a group spans; 0: as the cluster's nodes are filled (PlaceTable)
 };
@@ -62,7 +51,7 @@ struct Measurements {
 
 // Facts that a text of nccl-tests does not say itself.
 struct ReadOptions {
-  std::optional<MeasuredCollective> kind;  // nothing: the text names the program, or the file's name does
+  std::optional<CollectiveKind> kind;  // nothing: the text names the program, or the file's name does
   std::string file_name;
   bool in_place = false;  // the columns "in-place" instead of "out-of-place"
 };
@@ -77,8 +66,8 @@ Result<Measurements> ParseMeasurements(std::string_view text, const ReadOptions&
 bool IsDevice(std::string_view name_in_table, const Device& device);
 
 // A table for each kind, number of ranks, of groups and of nodes, in order of the measurements' first rows,
-// under the link where the cost model looks for such groups (PlaceTable). Rows of kinds that no plan has, and
-// of links that the cluster lacks, give none; a cluster without any link has tables without one.
+// under the link where the cost model looks for such groups (PlaceTable). Rows of links that the cluster
+// lacks give none; a cluster without any link has tables without one.
 // Below 16 MiB durations are made non-decreasing (pool adjacent violators with medians, so that one outlier
 // moves nothing but itself), and `scatter_ppm` says how far the measurements are from that; from there on
 // each size has the median of its measurements, raised to the one before.
@@ -107,8 +96,7 @@ struct ClusterFit {
 Result<ClusterFit> FitCluster(Cluster base, const Measurements& measurements, const std::string& source,
                               const std::string& device = "");
 
-// The duration of a row by the cluster: as the simulator's cost of such a group; an all-to-all and a
-// send-recv from the links alone. kBadInput: nothing says it.
+// The duration of a row by the cluster: the simulator's cost of such a group. kBadInput: nothing says it.
 Result<CollectiveCost> PredictCollective(const Cluster& cluster, const CollectiveMeasurement& row);
 
 // A measured step beside the predicted one: where they differ.

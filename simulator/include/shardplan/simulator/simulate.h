@@ -35,6 +35,8 @@ struct Span {
   std::int32_t instruction = -1;  // index in the trigger; -1: the trigger itself
   Nanoseconds start_ns;
   Nanoseconds end_ns;
+  // In a segment with collectives of the model: the first entry of the part that runs, or the collective.
+  std::int32_t entry = -1;
   bool operator==(const Span&) const = default;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 const rowHeight = 26, rowGap = 5, axis = 22;
 const left = data.plans[0].pair ? 196 : 132;  // of the rows' names
-const groups = ['forward', 'backward', 'optimizer', 'all_gather', 'reduce_scatter', 'all_reduce', 'copy', 'wait', 'host', 'trigger'];
+const groups = ['forward', 'backward', 'optimizer', 'all_gather', 'reduce_scatter', 'all_reduce', 'all_to_all', 'send_recv', 'other_collective', 'copy', 'wait', 'host', 'trigger'];
 const groupNames = {forward: 'forward compute', backward: 'backward compute', optimizer: 'optimizer', copy: 'copies and casts',
   wait: 'stream waits', host: 'host issues', trigger: 'triggers'};
 let plan = data.plans[0], view = [0, 1];

@@ -332,7 +332,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
     lost = [
         placed for placed in step.work if placed.part.phase in ("forward", "backward") and placed.part.unit not in known
     ]
-    tokens = plan.get("tokens_per_step", 0)
+    tokens = plan.get("tokens_per_step", 0) // plan.get("ranks_per_batch", 1)
     memory = memory or profile.memory_of_step.get(step.begin_ns)
     if not parts.names_units:
         notes.append("the profile has no ranges of FSDP1, FSDP2 or a plan that say which unit work belongs to")

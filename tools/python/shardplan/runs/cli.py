@@ -155,7 +155,8 @@ def _path(simulator: Simulator, runs: list[Run], gpu: str, cluster: str) -> str:
 
 
 def _trace(traces: Traces, runs: list[Run], name: str, progress: _Progress) -> None:
-    traces.plan_flags()
+    for run in runs:
+        traces.plan_flags(run)
     for i, run in enumerate(runs):
         progress(f"{name}: {i} of {len(runs)} rows traced")
         parameters = traces.model(run).parameters

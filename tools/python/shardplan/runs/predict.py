@@ -42,6 +42,7 @@ class Stack:
     layers: int | None
     blocks: str
     parameters: int
+    ranks_per_batch: int  # that work on the same tokens
 
 
 @dataclass
@@ -74,8 +75,10 @@ class Traces:
                 raise BadTable(f"--builder: {error}") from error
         return self._builder
 
-    def plan_flags(self) -> list[str]:
+    def plan_flags(self, run: Run) -> list[str]:
         flags = getattr(self.builder(), "plan_flags", PLAN_FLAGS)
+        if callable(flags):
+            flags = flags(run.cells)
         if not isinstance(flags, (list, tuple)) or not all(isinstance(flag, str) for flag in flags):
             raise BadTable(
                 f"--builder: plan_flags of {self.source} is no list of arguments (found {flags!r}, expected strings)"
@@ -123,9 +126,15 @@ class Traces:
             cells[_LAYERS] if _LAYERS in asked.answers else None,
             blocks,
             sum(math.prod(parameter["shape"]) for parameter in trace["parameters"]),
+            _ranks_per_batch(trace),
         )
         self.made.append((answers, stack))
         return stack
+
+
+def _ranks_per_batch(trace: dict) -> int:
+    shared = trace.get("same_batch", [])
+    return math.prod(group["size"] for group in trace.get("communicators", []) if group["name"] in shared)
 
 
 def _blocks(fqns: list[str]) -> str:
@@ -155,7 +164,7 @@ class Simulator:
         step_ns = self.step_ns(run, cluster)
         if step_ns <= 0:
             raise run.wrong("the step takes no time", f"0 ns on {cluster}", "a cluster that costs something")
-        return run.tokens * 1e9 / step_ns
+        return run.tokens * 1e9 / step_ns / self._traces.model(run).stacks[0].ranks_per_batch
 
     def cluster_path(self, name: str, ranks: int) -> tuple[str, str]:
         """The file of a cluster for so many ranks; why there is none, else ""."""
@@ -176,7 +185,7 @@ class Simulator:
             self._process.stdout.close()
 
     def _ask(self, run: Run, stack: Stack, cluster: str) -> float:
-        question = (stack.path, "--cluster", cluster, *_flags(run, stack, self._traces.plan_flags()))
+        question = (stack.path, "--cluster", cluster, *_flags(run, stack, self._traces.plan_flags(run)))
         if question not in self._known:
             answer = self._answer(list(question))
             if "error" in answer:

@@ -156,6 +156,13 @@ def parser() -> argparse.ArgumentParser:
         "finds. Repeat it for other modules; (loss) is the code outside of all of them",
     )
     result.add_argument(
+        "--routing",
+        default="",
+        metavar="balanced|FILE",
+        help="how many tokens each expert gets, where a model reads that: balanced, or by a CSV file with the columns "
+        "expert, share and, where layers differ, layer. The trace is of the rank whose experts get most",
+    )
+    result.add_argument(
         "--stand-in",
         action="append",
         default=[],
@@ -164,6 +171,21 @@ def parser() -> argparse.ArgumentParser:
              "the kernel's outputs, FLOPs, bytes and what it keeps "
         "for the backward (docs/reference/stand-ins.md). Those of causal_conv1d, mamba_ssm and fla are shipped; "
         "NAME=none takes one away. Repeat it for others",
+    )
+    result.add_argument(
+        "--same-batch",
+        action="append",
+        default=[],
+        metavar="DIM",
+        help="a mesh dimension along which all ranks work on the same batch, as in tensor parallelism; for names that "
+        "are not known (tp, dp, ep and others are). Repeat it for others",
+    )
+    result.add_argument(
+        "--own-batch",
+        action="append",
+        default=[],
+        metavar="DIM",
+        help="likewise, one along which each rank has its own batch or part of it, as in data parallelism",
     )
     result.add_argument("--name", default="", help="the model's name in the trace")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
@@ -237,7 +259,10 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         steps=arguments.steps,
         evaluation=arguments.eval,
         answers=dict(arguments.answer),
+        routing=arguments.routing,
         keep_output=arguments.keep_output,
+        same_batch=arguments.same_batch,
+        own_batch=arguments.own_batch,
         compile=arguments.compile,
         compile_backend=arguments.compile_backend,
         ignore_compile=arguments.ignore_compile,

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import TextIO
 
 SCHEMA = "shardplan.trace/1"
-_HEAD = ("schema", "model", "source", "recorded_with", "compute_dtype", "tokens_per_batch")
-_LISTS = ("modules", "parameters", "buffers", "inputs")
+_HEAD = ("schema", "model", "source", "recorded_with", "compute_dtype", "tokens_per_batch", "world_size", "same_batch")
+_LISTS = ("communicators", "modules", "parameters", "buffers", "inputs")
 _PASSES = ("forwards", "backwards")
 _CALLS = ("calls",)
 

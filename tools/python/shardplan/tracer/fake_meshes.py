@@ -24,10 +24,13 @@ _made: list[DeviceMesh] = []  # inside of fake_meshes: a builder need not keep i
 
 
 def known_meshes() -> list[DeviceMesh]:
-    """Meshes with named dimensions, those of the most dimensions first: made inside of fake_meshes, or there before."""
+    """Meshes made inside of fake_meshes, or there before. Meshes with named dimensions come first, and the more
+    dimensions a mesh has, the earlier."""
     there = [thing for thing in gc.get_objects() if isinstance(thing, DeviceMesh)]
-    named = {id(mesh): mesh for mesh in (*_made, *there) if mesh.mesh_dim_names}
-    return sorted(named.values(), key=lambda mesh: (-mesh.ndim, mesh.mesh_dim_names))
+    different = {id(mesh): mesh for mesh in (*_made, *there)}
+    return sorted(
+        different.values(), key=lambda mesh: (mesh.mesh_dim_names is None, -mesh.ndim, mesh.mesh_dim_names or ())
+    )
 
 
 def _is_faking() -> bool:

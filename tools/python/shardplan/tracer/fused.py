@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from shardplan.tracer.collectives import is_collective
 from shardplan.tracer.operators import Operator, describe
 
 # Limits of inductor's recomputation: realize_reads_threshold, and realize_opcount_threshold, which counts reads,
@@ -29,6 +30,8 @@ def is_generated(func, described: Operator) -> bool:
     """Whether inductor generates code for this operator, or none is needed (a view)."""
     from torch._inductor import lowering
 
+    if is_collective(func):
+        return False
     return described.flop_formula is None and func in lowering.lowerings and func not in lowering.fallbacks
 
 

@@ -104,6 +104,7 @@ class Operator:
     written_names: tuple[str, ...]
     flop_formula: object = None
     collective: collectives.Arguments | None = None  # what the schema does not say of it
+    kind: str = ""  # of a collective that moves something
     declared: bool = False  # the kernel of a stand-in: its arguments say what it costs
     flop_cache: dict = field(default_factory=dict)
 
@@ -128,6 +129,7 @@ def describe(func) -> Operator:
         written_names=tuple(names),
         flop_formula=flop_registry.get(func._overloadpacket) or flop_registry.get(_SAME_FORMULA.get(base)),
         collective=collective,
+        kind=collectives.kind_of(func),
         declared=is_declared(func),
     )
 

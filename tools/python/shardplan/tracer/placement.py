@@ -44,7 +44,8 @@ def sums_are_regrouped(loss: torch.Tensor, identity_name: str) -> bool:
 
 def _anchor(event: list):
     """The part of an event that is the same in both recordings: anything but storages, sums and the moments themselves.
-    Without storage ids."""
+    Without storage ids. A moment between a collective and its wait makes it asynchronous, so neither the collective's
+    details nor waits are the same."""
     if event[0] == "op" and event[1] not in _SUMS:
         return tuple(event[1:8])
     if event[0] == "param_grad":
@@ -67,19 +68,19 @@ def _gaps(events: list) -> tuple[list, list[list]]:
     return anchors, gaps
 
 
-def _is_sum(event: list) -> bool:
-    return event[0] == "op" and event[1] in _SUMS
+def _is_counted(event: list) -> bool:
+    return event[0] == "wait" or event[0] == "op" and event[1] in _SUMS
 
 
 def _merge_gap(plain: list, marked: list) -> list:
-    """The moments of a gap after as many sums, and after the frees that follow those."""
+    """The moments of a gap after as many sums and waits for collectives, and after the frees that follow those."""
     result, position, sums, wanted = [], 0, 0, 0
     for event in marked:
-        if _is_sum(event):
+        if _is_counted(event):
             wanted += 1
         elif event[0] == "inputs_done":
             while position < len(plain) and (plain[position][0] == "-" or sums < wanted):
-                sums += _is_sum(plain[position])
+                sums += _is_counted(plain[position])
                 result.append(plain[position])
                 position += 1
             result.append(event)

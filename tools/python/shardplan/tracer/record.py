@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from shardplan.tracer import frozen, placement, releases
+from shardplan.tracer.batch_dimensions import BatchDimensions
 from shardplan.tracer.calls import Calls, LossRunsBackwards
+from shardplan.tracer.communicators import Communicators
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.module_hooks import ModuleHooks
 from shardplan.tracer.module_tree import ModuleTree
@@ -22,6 +25,7 @@ from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.progress import Progress
 from shardplan.tracer.raising import Raised, raising
 from shardplan.tracer.recorder import Answers, Recorder, StorageRecord
+from shardplan.tracer.routing import RanksOfExperts
 from shardplan.tracer.shape_propagation import unrecorded_shapes
 
 Loss = Callable[[object], torch.Tensor]
@@ -61,6 +65,7 @@ class Step:
     keep_output: bool = False  # until the backward is over
     kernels_of: str = ""  # Recorder's
     loss_apart: bool = False  # Calls'; a recording finds out
+    batches: BatchDimensions = field(default_factory=BatchDimensions)
 
 
 def default_loss(output) -> torch.Tensor:
@@ -91,6 +96,16 @@ def record(
 ) -> dict:
     """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda."""
     progress = progress or Progress()
+    try:
+        return _record_as_compiled(step, mark_inputs, answers, progress)
+    except RanksOfExperts:
+        for parameter in step.module.parameters():
+            parameter.grad = None
+        progress("once more, now that the ranks of the experts are known")
+        return _record_as_compiled(step, mark_inputs, answers, progress)
+
+
+def _record_as_compiled(step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress) -> dict:
     if not step.tree.compiled:
         return _record(step, mark_inputs, answers, progress)
     with torch.compiler.set_stance("force_eager"):  # but for the modules
@@ -153,7 +168,9 @@ def _record_passes(
 ) -> tuple[dict, bool]:
     tree = step.tree
     fqns = [entry["fqn"] for entry in tree.modules]
-    recorder = Recorder(answers, fqns, step.kernels_of, compiles=bool(tree.compiled))
+    placed = frozenset(p["mesh_dim"] for entry in tree.parameters for p in entry.get("placements", ()))
+    communicators = Communicators(step.batches, placed)
+    recorder = Recorder(answers, fqns, step.kernels_of, bool(tree.compiled), communicators)
     owners = _owners(tree)
     for parameter, parameter_id in tree.parameter_ids.items():
         recorder.add_parameter(parameter, parameter_id, owners[parameter_id])
@@ -164,7 +181,7 @@ def _record_passes(
         buffers.append({**entry, "storage": storage.id if storage is not None else recorder.add_resident(buffer)})
     hooks = ModuleHooks(recorder, tree, mark_inputs)
     calls = Calls(step.module, recorder, hooks, fqns, keep_nothing, step.loss_apart)
-    with _no_garbage_collection(), unrecorded_shapes(recorder.unrecorded), recorder:
+    with _no_garbage_collection(), unrecorded_shapes(recorder.unrecorded), recorder.watching_collectives(), recorder:
         try:
             for group in step.groups:
                 _record_group(step, group, recorder, hooks, calls, progress, keep_nothing)
@@ -178,7 +195,12 @@ def _record_passes(
             {"name": f"captured.{position}", "shape": list(shape), "dtype": dtype_name(dtype), "storage": storage_id}
         )
     _name_only_what_is_there(calls.forwards, recorder)
+    recorder.exchanges.end()
+    communicators.add_placements(list(zip(tree.parameters, tree.parameter_ids)))
     fields = {
+        "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        "same_batch": communicators.same_batch(),
+        "communicators": communicators.entries,
         "modules": tree.modules,
         "parameters": tree.parameters,
         "buffers": buffers,

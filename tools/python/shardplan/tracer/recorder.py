@@ -21,12 +21,20 @@ import sys
 import weakref
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardplan.tracer import collectives, operators
+from shardplan.tracer.communicators import Communicators
+from shardplan.tracer.exchanges import Exchanges, functional_collectives, watched
 from shardplan.tracer.fused import Kernel, View, is_generated
 from shardplan.tracer.local_tensors import is_wrapper, local
 from shardplan.tracer.operators import Operator, tensors_in
+from shardplan.tracer.routing import CHOICES, Routing
 from shardplan.tracer.user_code import LabelsOnDevice
 
 aten = torch.ops.aten
@@ -59,8 +67,9 @@ class Answers:
 
     scalar = None
 
-    def __init__(self, by_module: dict[str, list[float]] | None = None):
+    def __init__(self, by_module: dict[str, list[float]] | None = None, routing: Routing | None = None):
         self.by_module = by_module or {}
+        self.routing = routing or Routing()
         self.used: set[str] = set()
         self._given: dict[str, int] = {}
 
@@ -95,9 +104,11 @@ class Recorder(TorchDispatchMode):
         fqns: list[str] | None = None,
         kernels_of: str = "",
         compiles: bool = False,
+        communicators: Communicators | None = None,
     ):
         """compiles: torch.compile works in front of it. Else it runs what is compiled as written."""
         super().__init__()
+        self.exchanges = Exchanges(communicators or Communicators())
         self._compiles = compiles
         self._random_state = _place_of_random_state(kernels_of)
         self.answers = answers or Answers()
@@ -230,6 +241,7 @@ class Recorder(TorchDispatchMode):
     def _death(self, address: int, record: StorageRecord) -> None:
         if self._live.get(address) is record:
             del self._live[address]
+            self.exchanges.forget(address)
             self._references.pop(address, None)
         if self._pending is not None and self._pending[0] is record:
             self._settle(in_place=True)
@@ -249,8 +261,15 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(is_wrapper, types)):
             return NotImplemented  # it calls operators on this rank's part
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if func in _WAITS:
+            for tensor in tensors_in(args[0], []):
+                self.waited(self.exchanges.of_tensor(tensor))
             return args[0]  # a copy on fake tensors alone
+        if func.namespace == "_c10d_functional" and func._overloadpacket.__name__ == _WRAP:
+            return functional_collectives().AsyncCollectiveTensor(args[0])  # a copy on fake tensors alone
+        if self.phase != "off" and (code := self._code_that_communicates(func, args)) is not None:
+            with self:
+                return code(*args, **kwargs)
         if func is aten._local_scalar_dense.default and self.answers.scalar is not None:
             return self.answers.scalar
         out = None
@@ -260,12 +279,40 @@ class Recorder(TorchDispatchMode):
                 return out
         if out is None:
             out = collectives.done_at_once(func, args)
+        routing = self.answers.routing
+        if out is None and routing.is_known:
+            args, out = self._by_routing(func, args, kwargs)
+            if func is aten._local_scalar_dense.default and out is not None:
+                return out
+        elif func in CHOICES:
+            routing.choosers.add(self._current_fqn())
         if out is None:
             out = func(*args, **kwargs)
             out = _on_the_host(func, out) if self._random_state == "host" else out
         if self.phase != "off" and func is not torch.ops.prim.device.default:
             self._observe(func, args, kwargs, out)
         return out
+
+    def _current_fqn(self) -> str:
+        module = self.current_module()
+        return self._fqns[module] if module >= 0 else ""
+
+    def _by_routing(self, func, args: tuple, kwargs: dict) -> tuple[tuple, object]:
+        """The arguments and the result of an operator; None: nothing that it reads is known from the routing."""
+        routing = self.answers.routing
+        if func is aten.index.Tensor and any(_is_mask(i) and routing.values(i) is not None for i in args[1]):
+            args = (args[0], self._expanded(args[1]))
+        real = routing.run(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            return args, real
+        try:
+            out = func(*args, **kwargs)
+        except CANNOT_FAKE:
+            if real is None:
+                raise
+            out = routing.made_of(real, args)
+        routing.note(func, args, kwargs, out, real, self._current_fqn())
+        return args, _on_the_host(func, out) if self._random_state == "host" else out
 
     def _with_answer(self, func, args: tuple) -> tuple:
         """The arguments and the result of an operator that depends on values, by the user's answer for them; None:
@@ -286,7 +333,7 @@ class Recorder(TorchDispatchMode):
         """Masks among the indices become what they find, as they do on a device."""
         result = []
         for index in indices:
-            if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+            if _is_mask(index):
                 result += self.__torch_dispatch__(aten.nonzero.default, (), (index,)).unbind(1)
             else:
                 result.append(index)
@@ -324,9 +371,9 @@ class Recorder(TorchDispatchMode):
         for _, record in fresh:
             self._announce(record, module)
         if not operator.allocate_only:
-            self._operator_event(operator, args, kwargs, out, outputs, module)
+            self._operator_event(func, operator, args, kwargs, out, outputs, module)
 
-    def _operator_event(self, operator: Operator, args, kwargs, out, outputs: list, module: int) -> None:
+    def _operator_event(self, func, operator: Operator, args, kwargs, out, outputs: list, module: int) -> None:
         written = operators.written_arguments(operator, args, kwargs) if operator.mutable else outputs
         reads, writes, parameters = [], [], []
         inputs, views, seen = [], [], set()
@@ -361,10 +408,53 @@ class Recorder(TorchDispatchMode):
         by_tensors = sum(view.bytes_read for view in views), sum(size for _, size in made)
         bytes_read, bytes_written = operators.bytes_moved(operator, args, *by_tensors)
         event = ["op", operator.name, module, dtype, count, bytes_read, bytes_written, -1, reads, writes, parameters]
-        if self._kernel is not None:
+        if operator.kind:
+            self._collective_event(func, operator, event, args, kwargs, out)
+        elif self._kernel is not None:
             self._kernel.add(event, views, made)
         else:
             self.emit(event)
+
+    # ---- collectives ----
+
+    def watching_collectives(self) -> contextlib.AbstractContextManager:
+        return watched(self.exchanges, self.waited)
+
+    def _code_that_communicates(self, func, args: tuple):
+        if func.namespace in _OF_TORCH or collectives.is_collective(func):
+            return None
+        return collectives.hidden(func, args)
+
+    def waited(self, issued: list) -> None:
+        """Collectives are waited for."""
+        if self.phase == "off" or not issued:
+            return
+        if self._pending is not None:
+            self._settle(in_place=False)
+        self._end_kernel()
+        for one in issued:
+            if (event := self.exchanges.wait(one, self.events)) is not None:
+                self.emit(event)
+
+    def _collective_event(self, func, operator: Operator, event: list, args: tuple, kwargs: dict, out) -> None:
+        if operator.base == collectives.BATCH:
+            self._events_of_batch(func, event, args, kwargs, out)
+            return
+        details = self.exchanges.details(func, operator.kind, args, kwargs, out)
+        self.emit(event if details is None else [*event, details])
+        if details is not None:
+            self.exchanges.issued(func, self.events[-1], args, kwargs, out)
+
+    def _events_of_batch(self, func, event: list, args: tuple, kwargs: dict, out) -> None:
+        """One for each transfer, as torch.distributed has them."""
+        for (tensor, details), result in zip(self.exchanges.parts_of_batch(func, args, kwargs), out):
+            moved, storage = operators.touched_bytes(tensor), [self._known(tensor).id]
+            is_sent = details is None or details["kind"] == "send"
+            dtype = operators.dtype_name(tensor.dtype)
+            touched = [moved, 0, -1, storage, []] if is_sent else [0, moved, -1, [], storage]
+            self.emit([*event[:3], dtype, 0, *touched, [], *([details] if details is not None else [])])
+            if details is not None:
+                self.exchanges.issued(func, self.events[-1], args, kwargs, result)
 
     def _end_kernel(self) -> None:
         kernel, self._kernel = self._kernel, None
@@ -428,9 +518,17 @@ class Recorder(TorchDispatchMode):
         self.events.append(["op", name, *rest, [record.id], []])
 
 
+_OF_TORCH = frozenset(("aten", "prim", "prims"))
+CANNOT_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+_WRAP = "_wrap_tensor_autograd"  # what a functional collective's result goes through; older releases have none
+_WAITS = frozenset((torch.ops._c10d_functional.wait_tensor.default, torch.ops._c10d_functional.wait_tensors.default))
 ANSWERED = frozenset(
     (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.index.Tensor)
 )
+
+
+def _is_mask(index) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _as_scalar(value: float, dtype: torch.dtype):

@@ -77,4 +77,6 @@ def _shape(event: list) -> tuple:
     that follow from deaths."""
     if event[0] == "+":
         return "+", event[2], event[4]
+    if event[0] == "wait":
+        return ("wait",)
     return tuple(event[:8]) if event[0] == "op" else tuple(event[:2])
