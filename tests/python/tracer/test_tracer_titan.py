@@ -24,7 +24,7 @@ MODELS = {
 BACKENDS = ("partial_dtensor", "spmd_types")
 CASES = [(model, degrees, backend) for model, all_degrees in MODELS.items() for degrees in all_degrees
          for backend in BACKENDS]
-# Every rank of tensor parallelism computes these whole: low-rank projections of MLA, and gates where tokens are not cut.
+# Every rank of tensor parallelism has these whole: low-rank projections of MLA, and gates where tokens are not cut.
 REPLICATED = ("attention.wq_a", "attention.wkv_a", "moe.router.gate")
 
 
