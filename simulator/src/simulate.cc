@@ -41,7 +41,7 @@ Error Located(Error error, const Plan& plan, const EngineStep& step, std::int32_
 }
 
 // Appends a step's timeline, `offset` later, with a span for each trigger around its instructions.
-void AppendTimeline(const EngineStep& step, const EngineTimeline& timeline, std::int32_t s,
+void AppendTimeline(const Plan& plan, const EngineStep& step, const EngineTimeline& timeline, std::int32_t s,
                     Nanoseconds offset, Nanoseconds end, Simulation& simulation) {
   std::vector<std::int32_t> index_of(timeline.spans.size(), -1);
   for (std::size_t i = 0; i < step.code.size(); ++i) {
@@ -64,6 +64,9 @@ void AppendTimeline(const EngineStep& step, const EngineTimeline& timeline, std:
     const EngineSpan& span = timeline.spans[i];
     const InstructionOrigin& origin = step.origins[static_cast<std::size_t>(span.instruction)];
     if (origin.instruction < 0) continue;  // the trigger's span covers it
+    // The stream of a communicator has nothing to do but to wait for the model.
+    const bool waits = step.code[static_cast<std::size_t>(span.instruction)].op == EngineOp::kWait;
+    if (waits && span.stream >= std::ssize(plan.streams)) continue;
     index_of[i] = static_cast<std::int32_t>(simulation.spans.size());
     simulation.spans.push_back({span.stream, s, origin.trigger, origin.instruction, span.start_ns + offset,
                                 span.end_ns + offset, origin.entry});
@@ -141,7 +144,7 @@ Result<Simulation> Simulate(const Plan& plan, const SimulationOptions& options) 
     last = std::move(*run);
     simulation.instructions += step.plan_instructions;
     if (options.record_timeline) {
-      AppendTimeline(step, timeline, index, offset, last.end_ns, simulation);
+      AppendTimeline(plan, step, timeline, index, offset, last.end_ns, simulation);
       memory_options.times.push_back(ComputeTimes(plan, index, step, timeline, offset));
     }
     offset += last.end_ns;

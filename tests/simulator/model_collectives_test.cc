@@ -132,12 +132,12 @@ TEST(ModelCollectives, TheTimelineNamesThemOnStreamsOfTheirOwn) {
       {FixedOperator(kKernelNs), Collective(CollectiveKind::kAllToAll, 1), FixedOperator(kKernelNs)});
   const Simulation simulation = segment.Run();
   EXPECT_EQ(EngineStreams(segment.plan()), (std::vector<std::string>{"compute", "model tp"}));
-  EXPECT_EQ(simulation.report.streams.back().name, "model tp");
+  EXPECT_EQ(simulation.report.streams.back().stream, "model tp");
   const std::string timeline = TimelineJson(segment.plan(), simulation);
   EXPECT_NE(timeline.find("\"stream model tp\""), std::string::npos);
   EXPECT_NE(timeline.find("\"all_to_all on tp\""), std::string::npos);
-  EXPECT_NE(ReportHtml(segment.plan(), simulation).find("all_to_all on tp"), std::string::npos);
-  const std::string kineto = KinetoTrace(segment.plan(), simulation);
+  EXPECT_NE(ReportHtml({&segment.plan()}, {&simulation}).find("all_to_all on tp"), std::string::npos);
+  const std::string kineto = KinetoTrace(segment.plan(), simulation, segment.plan().cluster);
   EXPECT_NE(kineto.find("ncclDevKernel_SendRecv"), std::string::npos);
   const auto on_model = [](const Span& span) { return span.stream == 1 && span.entry == 1; };
   const auto found = std::ranges::find_if(simulation.spans, on_model);

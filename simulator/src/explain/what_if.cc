@@ -96,7 +96,8 @@ class Trials {
         if (const Instruction* awaited = InstructionAt(work_of[Index(code.operand)])) {
           const std::int32_t entry = Step().origins[Index(work_of[Index(code.operand)])].entry;
           const bool own = internal::ModelCollectiveAt(plan_, *awaited, entry) != nullptr;
-          const std::string of_model = own ? internal::EntryText(plan_, *awaited, entry) : "";
+          const std::string of_model =
+              own ? internal::EntryText(plan_, *awaited, program_.streams, entry) : "";
           waits[{awaited->kind, of_model, code.unit, by_host, Step().phases[code.phase]}].push_back(i);
         }
       }

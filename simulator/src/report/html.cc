@@ -50,8 +50,8 @@ SpanGroup GroupOf(CollectiveKind kind) {
 }
 
 SpanGroup GroupOf(const Plan& plan, const Span& span, const Instruction& instruction) {
-  if (const OperatorEvent* own = internal::ModelCollectiveAt(plan, instruction, span.entry);
-      own != nullptr && span.stream > 0)
+  if (internal::WaitsForModelCollective(plan, instruction, span.stream, span.entry)) return SpanGroup::kWait;
+  if (const OperatorEvent* own = internal::ModelCollectiveAt(plan, instruction, span.entry))
     return GroupOf(own->collective->kind);
   if (span.stream < 0) {
     const bool steps = instruction.kind == InstructionKind::kOptimizerStep && instruction.stream < 0;
@@ -169,7 +169,7 @@ class PlanData {
         row = span.stream + 2;
         more = "issued at " + text;
         if (!instruction.reason.empty()) more += " (" + instruction.reason.str() + ")";
-        text = internal::EntryText(plan_, instruction, span.entry);
+        text = internal::EntryText(plan_, instruction, span.stream, span.entry);
         if (internal::ModelCollectiveAt(plan_, instruction, span.entry) != nullptr)
           more = internal::InstructionText(plan_, instruction) + ", " + more;
       }

@@ -17,8 +17,8 @@
 #include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/plan_ranges.h"
 #include "shardplan/simulator/cost_model.h"
-#include "shardplan/simulator/memory_history.h"
 #include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/memory_history.h"
 #include "shardplan/simulator/simulate.h"
 #include "text/instruction_text.h"
 
@@ -255,17 +255,19 @@ class KinetoWriter final : private PlanRanges {
   struct Times {
     const Span* host = nullptr;
     const Span* stream = nullptr;
+    StreamId plan_streams = 0;
     std::vector<const Span*> parts;  // of a segment with collectives of the model: what has an entry
 
     const Span* PartAt(std::int32_t entry, bool of_model) const {
       for (const Span* span : parts) {
-        if (span->entry == entry && (span->stream > 0) == of_model) return span;
+        if (span->entry == entry && (span->stream >= plan_streams) == of_model) return span;
       }
       return nullptr;
     }
   };
   Times TimesOf(std::int32_t trigger, std::int32_t instruction) const {
     Times times;
+    times.plan_streams = static_cast<StreamId>(plan_.streams.size());
     const auto found = spans_.find({trigger, instruction});
     if (found == spans_.end()) return times;
     for (const Span* span : found->second) {

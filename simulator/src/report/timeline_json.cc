@@ -87,8 +87,9 @@ class TimelineWriter {
     }
     const Instruction& instruction = trigger.instructions[static_cast<std::size_t>(span.instruction)];
     const OperatorEvent* own = internal::ModelCollectiveAt(plan_, instruction, span.entry);
-    event["cat"] = own == nullptr ? Name(instruction.kind) : Name(own->collective->kind);
-    event["name"] = internal::EntryText(plan_, instruction, span.entry);
+    const bool waits = internal::WaitsForModelCollective(plan_, instruction, span.stream, span.entry);
+    event["cat"] = waits ? "wait" : own == nullptr ? Name(instruction.kind) : Name(own->collective->kind);
+    event["name"] = internal::EntryText(plan_, instruction, span.stream, span.entry);
     Event& args = event["args"];
     args["trigger"] = internal::TriggerText(plan_, trigger);
     if (own != nullptr) {

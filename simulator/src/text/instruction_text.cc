@@ -44,15 +44,36 @@ std::string InstructionText(const Plan& plan, const Instruction& instruction) {
 
 const OperatorEvent* ModelCollectiveAt(const Plan& plan, const Instruction& instruction, std::int32_t entry) {
   if (entry < 0 || !DescriptionOf(instruction.kind).segment) return nullptr;
-  const Segment& segment = plan.segments[static_cast<std::size_t>(instruction.segment)];
-  const auto* op = std::get_if<OperatorEvent>(&segment.entries[static_cast<std::size_t>(entry)]);
+  const std::vector<SegmentEntry>& entries =
+      plan.segments[static_cast<std::size_t>(instruction.segment)].entries;
+  const SegmentEntry& at = entries[static_cast<std::size_t>(entry)];
+  const auto* op = std::get_if<OperatorEvent>(&at);
+  if (const auto* wait = std::get_if<CollectiveWaitEvent>(&at)) {
+    for (const SegmentEntry& other : entries) {
+      const auto* issued = std::get_if<OperatorEvent>(&other);
+      if (issued != nullptr && issued->collective && issued->collective->work == wait->work) op = issued;
+    }
+  }
   return op != nullptr && op->collective ? op : nullptr;
 }
 
-std::string EntryText(const Plan& plan, const Instruction& instruction, std::int32_t entry) {
+bool WaitsForModelCollective(const Plan& plan, const Instruction& instruction, StreamId stream,
+                             std::int32_t entry) {
+  if (entry < 0 || !DescriptionOf(instruction.kind).segment || stream >= std::ssize(plan.streams))
+    return false;
+  const SegmentEntry& at =
+      plan.segments[static_cast<std::size_t>(instruction.segment)].entries[static_cast<std::size_t>(entry)];
+  return std::holds_alternative<CollectiveWaitEvent>(at) ||
+         ModelCollectiveAt(plan, instruction, entry) != nullptr;
+}
+
+std::string EntryText(const Plan& plan, const Instruction& instruction, StreamId stream, std::int32_t entry) {
   const OperatorEvent* op = ModelCollectiveAt(plan, instruction, entry);
-  if (op == nullptr) return InstructionText(plan, instruction);
-  return fmt::format("{} on {}", Name(op->collective->kind),
+  const bool waits = WaitsForModelCollective(plan, instruction, stream, entry);
+  if (op == nullptr) {  // a wait for one of an earlier segment
+    return waits ? "wait for a collective of the model" : InstructionText(plan, instruction);
+  }
+  return fmt::format("{}{} on {}", waits ? "wait " : "", Name(op->collective->kind),
                      plan.communicators[static_cast<std::size_t>(op->collective->communicator)].name);
 }
 

@@ -12,9 +12,12 @@ namespace shardplan::internal {
 std::string TriggerText(const Plan& plan, const Trigger& trigger);
 // "all_gather layers.0", "forward layers.0" (a segment's name), "wait layers.0".
 std::string InstructionText(const Plan& plan, const Instruction& instruction);
-// The collective of the model that an entry of the instruction's segment is; null: it is none.
+// What an entry of the instruction's segment is on a stream: a collective of the model on that of its
+// communicator, or the wait of the compute stream for one. null: neither.
 const OperatorEvent* ModelCollectiveAt(const Plan& plan, const Instruction& instruction, std::int32_t entry);
-// ... and "all_to_all on ep"; the instruction's text where the entry is no collective.
-std::string EntryText(const Plan& plan, const Instruction& instruction, std::int32_t entry);
+bool WaitsForModelCollective(const Plan& plan, const Instruction& instruction, StreamId stream,
+                             std::int32_t entry);
+// "all_to_all on ep", "wait all_to_all on ep"; the instruction's text where the entry is neither.
+std::string EntryText(const Plan& plan, const Instruction& instruction, StreamId stream, std::int32_t entry);
 
 }  // namespace shardplan::internal

@@ -90,6 +90,23 @@ def test_annotated_parameters_have_placements(tmp_path):
 
 
 @needs_spmd_types
+def test_a_dimension_along_which_nothing_communicates_is_noted(tmp_path):
+    assert "parameters are cut along tp, and no collective is along it" in run("annotated_replicated", tmp_path).stderr
+    assert "no collective is along it" not in run("tensor_parallel", tmp_path).stderr
+
+
+@needs_spmd_types
+def test_an_axis_is_fsdps_by_its_name(tmp_path):
+    """All parameters are R along tp, and FSDP does not manage it; one is cut along the ranks of fsdp, which it manages
+    for the other."""
+    def placed(name):
+        return [entry.get("placements") for entry in traced(name, tmp_path)["parameters"]]
+
+    assert placed("annotated_all_replicated") == [[{"mesh_dim": "tp", "size": TP, "grad_partial": True}]] * 2
+    assert placed("annotated_experts") == [[{"mesh_dim": "ep", "size": 8, "dim": 0}], None]
+
+
+@needs_spmd_types
 @pytest.mark.parametrize(
     "name, message",
     [
@@ -185,6 +202,7 @@ EXPECTED = {
     ],
     "asynchronous": [c10d("allreduce_", *ALL_REDUCE, work=0), ["wait", 0]],
     "functional_used_later": [functional("all_gather_into_tensor", *GATHER, work=0), ["wait", 0]],
+    "inside_of_an_operator": [functional("all_gather_into_tensor", *GATHER)],
     "never_waited_for": [c10d("allreduce_", *ALL_REDUCE, work=0)],
     # Rank 0 receives 5 rows of each, where a rank sends 8.
     "uneven_all_to_all": [
@@ -271,7 +289,7 @@ def test_a_flag_says_whose_batch_an_unknown_dimension_has(flag, same, tmp_path):
         ("splits_of_three", (), 3, "an all_to_all among 4 ranks has 3 input splits ([4, 2, 2])"),
         ("splits_of_too_few_rows", (), 3, "the input splits [2, 2, 2, 1] of an all_to_all do not make the 8 rows"),
         ("splits_to_itself", (), 3, "(number 0 of 4) sends itself 2 rows and receives 1 from itself"),
-        ("splits_that_get_lost", (), 3, "the rank sends 8 rows ([2, 2, 2, 2]) and receives 7 ([2, 2, 2, 1])"),
+        ("splits_that_get_lost", (), 3, "the rank sends 8 rows ([2, 3, 1, 2]) and receives 7 ([2, 2, 2, 1])"),
         ("of_a_mesh", ("--same-batch", "cp", "--own-batch", "cp"), 2, "--same-batch cp and --own-batch cp contradict"),
         ("of_a_mesh", ("--same-batch", "columns"), 2, "columns: the model communicates along no dimension of that"),
     ],

@@ -211,6 +211,20 @@ def functional_used_later(x):
     return gathered @ product
 
 
+@torch.library.custom_op("tracer_tests::gathers", mutates_args=())
+def _gathers(x: torch.Tensor, group: str) -> torch.Tensor:
+    return functional.all_gather_tensor(x, 0, group).wait()
+
+
+@_gathers.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty(TP * x.shape[0], x.shape[1])
+
+
+def inside_of_an_operator(x):
+    return _gathers(x, dist.group.WORLD.group_name)
+
+
 def never_waited_for(x):
     dist.all_reduce(x, async_op=True)
     return x * 2
@@ -228,7 +242,7 @@ DOORS = [
     all_gather, broadcast_of_the_root, broadcast_of_another, reduce_to_the_root, reduce_to_another, batch_isend_irecv,
     coalesced, barrier, functional_all_gather, functional_all_reduce, functional_send, functional_out,
     differentiable_all_to_all, isend_and_irecv, batch_of_one, two_batches, coalesced_of_two_kinds, functional_batch,
-    asynchronous, functional_used_later, never_waited_for, uneven_all_to_all,
+    asynchronous, functional_used_later, inside_of_an_operator, never_waited_for, uneven_all_to_all,
 ]
 
 
@@ -330,7 +344,7 @@ def splits_to_itself():
 
 
 def splits_that_get_lost():
-    return splits([2, 2, 2, 2], [2, 2, 2, 1])
+    return splits([2, 3, 1, 2], [2, 2, 2, 1])
 
 
 NOVEL = torch.library.Library("_c10d_functional", "FRAGMENT")
@@ -372,6 +386,31 @@ def annotated_partial():
 
 def annotated_elsewhere():
     return annotated(lambda spmd: spmd.S(0), "all")
+
+
+def annotated_all_replicated():
+    """Along both dimensions."""
+    import spmd_types as spmd
+
+    join(8)
+    mesh = init_device_mesh("cuda", (2, TP), mesh_dim_names=("fsdp", "tp"))
+    model = nn.Linear(16, 4)
+    for parameter in model.parameters():
+        spmd.assert_type(parameter, {mesh.get_group("tp"): spmd.R, mesh.get_group("fsdp"): spmd.R})
+    return model, torch.zeros(8, 16)
+
+
+def annotated_experts():
+    """Two dimensions of the same ranks: the weight is cut, the bias is replicated for FSDP."""
+    import spmd_types as spmd
+
+    join(8)
+    dense = init_device_mesh("cuda", (8,), mesh_dim_names=("fsdp",))
+    experts = init_device_mesh("cuda", (8,), mesh_dim_names=("ep",))
+    model = nn.Linear(16, 4)
+    spmd.assert_type(model.weight, {experts.get_group("ep"): spmd.S(0)})
+    spmd.assert_type(model.bias, {dense.get_group("fsdp"): spmd.R})
+    return model, torch.zeros(8, 16)
 
 
 # ---- torchtitan ----
@@ -425,3 +464,72 @@ def titan_dtensor(batch, seq):
 
 def titan_spmd_types(batch, seq):
     return titan(TP, "spmd_types", batch, seq)
+
+
+# ---- experts ----
+
+
+class Experts(nn.Module):
+    """Tokens go to the ranks of their experts by their counts, and come back."""
+
+    def __init__(self, ranks, experts, chosen):
+        super().__init__()
+        self.router, self.expert = nn.Linear(16, experts, bias=False), nn.Linear(16, 16, bias=False)
+        self.ranks, self.experts, self.chosen = ranks, experts, chosen
+
+    def forward(self, x):
+        _, chosen = self.router(x).topk(self.chosen, dim=-1)
+        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        there = torch.empty_like(counts)
+        dist.all_to_all_single(there, counts)
+        sent, received = (c.view(self.ranks, -1).sum(1).tolist() for c in (counts, there))
+        tokens = x[chosen.flatten().argsort() // self.chosen]
+        come = self.expert(differentiable.all_to_all_single(x.new_empty(sum(received), 16), tokens, received, sent))
+        return differentiable.all_to_all_single(x.new_empty(len(tokens), 16), come, sent, received)
+
+
+class Mixture(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)[: len(x)]
+        return x
+
+
+def experts_of_four_ranks(batch):
+    """8 experts, of which a token chooses 2."""
+    join()
+    return Mixture(Experts(TP, 8, 2) for _ in range(2)), torch.zeros(batch, 16)
+
+
+def experts_of_ten(batch):
+    """The tokens do not divide among them."""
+    join(2)
+    return Mixture([Experts(2, 10, 2)]), torch.zeros(batch, 16)
+
+
+class Looped(nn.Module):
+    """A loop over the experts that are hit, as transformers has it without grouped products."""
+
+    def __init__(self, experts, chosen):
+        super().__init__()
+        self.router = nn.Linear(16, experts, bias=False)
+        self.ups = nn.Parameter(torch.zeros(experts, 16, 16))
+        self.chosen = chosen
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(self.chosen, dim=-1)
+        mask = nn.functional.one_hot(chosen, num_classes=len(self.ups)).permute(2, 1, 0)
+        result = torch.zeros_like(x)
+        for expert in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+            expert = expert[0]
+            position, token = torch.where(mask[expert])
+            result.index_add_(0, token, x[token] @ self.ups[expert] * weights[token, position, None])
+        return result
+
+
+def looped_experts(batch):
+    return Looped(8, 2), torch.zeros(batch, 16)

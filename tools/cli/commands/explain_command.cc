@@ -4,7 +4,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
+#include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "commands/commands.h"
@@ -42,8 +45,22 @@ struct UnitWork {
   auto Kind() const { return std::tuple(modules, gathers, parts, reductions, all_reductions, whole_bytes); }
 };
 
-Result<std::vector<UnitWork>> WorkOfUnits(const Plan& plan) {
-  std::vector<UnitWork> works(plan.units.size());
+// Collectives that the model issues itself, of one kind on one communicator.
+struct OwnCollectives {
+  std::int64_t count = 0;
+  Nanoseconds duration_ns;
+  Bytes size_bytes;
+};
+
+struct PlanWork {
+  std::vector<UnitWork> units;
+  std::map<std::pair<CommunicatorId, CollectiveKind>, OwnCollectives> own;
+};
+
+Result<PlanWork> WorkOf(const Plan& plan) {
+  PlanWork made;
+  std::vector<UnitWork>& works = made.units;
+  works.resize(plan.units.size());
   const std::unique_ptr<CostModel> costs = MakeCostModel(plan.cluster);
   const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *costs);
   if (!program) return std::unexpected(program.error());
@@ -57,6 +74,15 @@ Result<std::vector<UnitWork>> WorkOfUnits(const Plan& plan) {
     const Instruction& i = plan.steps.back()
                                .triggers[static_cast<std::size_t>(origin.trigger)]
                                .instructions[static_cast<std::size_t>(origin.instruction)];
+    if (origin.entry >= 0 && step.code[c].work == WorkClass::kCollective) {
+      const SegmentEntry& entry =
+          plan.segments[static_cast<std::size_t>(i.segment)].entries[static_cast<std::size_t>(origin.entry)];
+      const ModelCollective& issued = *std::get<OperatorEvent>(entry).collective;
+      OwnCollectives& own = made.own[{issued.communicator, issued.kind}];
+      ++own.count;
+      own.duration_ns += step.code[c].duration_ns;
+      own.size_bytes += issued.size_bytes;
+    }
     if (i.unit < 0) continue;
     UnitWork& work = works[static_cast<std::size_t>(i.unit)];
     const Nanoseconds duration = step.code[c].duration_ns;
@@ -94,7 +120,7 @@ Result<std::vector<UnitWork>> WorkOfUnits(const Plan& plan) {
       works[u].whole_bytes.value += Numel(parameter) * SizeBytes(ComputeDType(plan.units[u], parameter));
     }
   }
-  return works;
+  return made;
 }
 
 std::string Times(std::int64_t count, Nanoseconds in_all) {
@@ -147,6 +173,17 @@ std::string UnitsText(const Plan& plan, const std::vector<UnitWork>& works) {
   return text;
 }
 
+std::string OwnText(const Plan& plan, const PlanWork& work) {
+  std::string text;
+  for (const auto& [what, own] : work.own) {
+    if (text.empty()) text = "\nthe model's own collectives\n";
+    text += fmt::format("  {} on {}: {}, {:.3f} GiB in all\n", Name(what.second),
+                        Printable(plan.communicators[static_cast<std::size_t>(what.first)].name),
+                        Times(own.count, own.duration_ns), Gibibytes(own.size_bytes));
+  }
+  return text;
+}
+
 std::string CurveText(const Optimization& report) {
   std::string text = "\nwhat memory is worth (of the plans that were found)\n";
   const CurvePoint* before = nullptr;
@@ -190,14 +227,14 @@ Status RunExplain(const ExplainArguments& arguments) {
     return MakeError(ErrorCode::kUsage, "--plot draws the curve of a report: give --report, too");
   const Result<Plan> plan = ReadVerifiedPlan(arguments.plan, arguments.no_verify);
   if (!plan) return std::unexpected(plan.error());
-  Result<std::vector<UnitWork>> works = WorkOfUnits(*plan);
+  Result<PlanWork> works = WorkOf(*plan);
   if (!works) {
     if (works.error().file.empty()) works.error().file = arguments.plan;
     return std::unexpected(std::move(works.error()));
   }
   const Result<std::string> time = TimeText(*plan);
   if (!time) return std::unexpected(time.error());
-  std::string text = UnitsText(*plan, *works) + *time;
+  std::string text = UnitsText(*plan, works->units) + OwnText(*plan, *works) + *time;
   if (!arguments.report.empty()) {
     const Result<Optimization> report = ReadOptimization(arguments.report);
     if (!report) return std::unexpected(report.error());

@@ -47,6 +47,13 @@ _OWN = {
 }
 
 
+# Along these FSDP cuts or replicates parameters; along cp it takes its part in torchtitan.
+DATA_PARALLEL = frozenset(
+    "dp ddp dp_replicate dp_shard dp_cp dp_shard_cp fsdp efsdp hsdp shard replicate data batch loss loss_mesh cp world"
+    .split()
+)
+
+
 @dataclass
 class BatchDimensions:
     """same, own: what the user says of names, before the tables."""

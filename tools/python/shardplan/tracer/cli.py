@@ -156,6 +156,13 @@ def parser() -> argparse.ArgumentParser:
         "finds. Repeat it for other modules; (loss) is the code outside of all of them",
     )
     result.add_argument(
+        "--routing",
+        default="",
+        metavar="balanced|FILE",
+        help="how many tokens each expert gets, where a model reads that: balanced, or by a CSV file with the columns "
+        "expert, share and, where layers differ, layer. The trace is of the rank whose experts get most",
+    )
+    result.add_argument(
         "--stand-in",
         action="append",
         default=[],
@@ -252,6 +259,7 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         steps=arguments.steps,
         evaluation=arguments.eval,
         answers=dict(arguments.answer),
+        routing=arguments.routing,
         keep_output=arguments.keep_output,
         same_batch=arguments.same_batch,
         own_batch=arguments.own_batch,

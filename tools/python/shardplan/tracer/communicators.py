@@ -9,7 +9,6 @@ the ranks work on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -77,21 +76,24 @@ class _Mesh:
 class Communicators:
     """entries: as in the document, in the order of their first use."""
 
-    def __init__(self, batches: BatchDimensions | None = None):
+    def __init__(self, batches: BatchDimensions | None = None, placed: frozenset[str] = frozenset()):
+        """placed: dimensions that placements of parameters name."""
+        self._placed = placed
         self.entries: list[dict] = []
         self._batches = batches or BatchDimensions()
-        self._by_group: dict[str, int] = {}
+        self._by_group: dict[tuple[str, bool], int] = {}
         self._by_ranks: dict[tuple[str, Ranks], int] = {}
         self._same: list[str] = []
         self._meshes: list[_Mesh] | None = None
 
-    def of_group(self, group) -> int:
-        """Raises CollectiveProblem."""
-        known = self._by_group.get(group.group_name)
+    def of_group(self, group, exchanges: bool) -> int:
+        """exchanges: each rank sends something else to each. Raises CollectiveProblem."""
+        key = (group.group_name, exchanges)
+        known = self._by_group.get(key)
         if known is None:
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-            names = self._names(group.group_name, ranks)
-            known = self._by_group[group.group_name] = self._entry("_".join(names), ranks, names)
+            names = self._names(group.group_name, ranks, exchanges)
+            known = self._by_group[key] = self._entry("_".join(names), ranks, names)
         return known
 
     def add_placements(self, parameters: list[tuple[dict, torch.Tensor]]) -> None:
@@ -125,15 +127,14 @@ class Communicators:
             self._meshes = [found for mesh in known_meshes() if (found := _Mesh.of(mesh, rank)) is not None]
         return self._meshes
 
-    def _names(self, group_name: str, ranks: Ranks) -> list[str]:
+    def _names(self, group_name: str, ranks: Ranks, exchanges: bool) -> list[str]:
         """Names of the dimensions that the group is, the outermost first; its own where there is no mesh."""
         for again in (False, True):  # a model may make a mesh in its forward
             meshes = self._known_meshes(again)
-            for mesh in meshes:
-                if group_name in mesh.groups:
-                    return mesh.groups[group_name]
-            if found := _shortest(mesh.lines[ranks] for mesh in meshes if ranks in mesh.lines):
-                return found
+            if found := [mesh.groups[group_name] for mesh in meshes if group_name in mesh.groups]:
+                return min(found, key=lambda names: self._rank_of_name(names, exchanges))
+            if found := [mesh.lines[ranks] for mesh in meshes if ranks in mesh.lines]:
+                return min(found, key=lambda names: self._rank_of_name(names, exchanges))
         if named := [mesh.names for mesh in meshes if mesh.is_named]:
             raise CollectiveProblem(
                 f"a collective among the ranks {_shown(ranks)} of {dist.get_world_size()}, which are no dimension of a "
@@ -141,6 +142,12 @@ class Communicators:
             )
         is_all = len(ranks) == dist.get_world_size()
         return ["world" if is_all else "ranks_" + "_".join(map(str, ranks))]
+
+    def _rank_of_name(self, names: list[str], exchanges: bool) -> tuple:
+        """Dimensions of the same ranks may have one process group: of experts and of tensor parallelism, say. Tensor
+        parallelism does not exchange, and the model communicates along dimensions that its parameters are cut along."""
+        is_placed = any(name in self._placed for name in names)
+        return len(names), (self._batches.is_same(names[0]) is True) == exchanges, not is_placed
 
     def _entry(self, name: str, ranks: Ranks, names: list[str]) -> int:
         key = (name, ranks)
@@ -191,11 +198,6 @@ class Communicators:
             if len(names) > 1 and all(self._batches.is_same(name) is not None for name in names):
                 return list(names)
         return None
-
-
-def _shortest(found: Iterator[list[str]]) -> list[str] | None:
-    """The first of the fewest names: one dimension, else several."""
-    return min(found, key=len, default=None)
 
 
 def _shown(ranks: Ranks) -> str:

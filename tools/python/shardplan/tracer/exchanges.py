@@ -58,7 +58,7 @@ class Exchanges:
             return None
         details = {
             "kind": kind,
-            "communicator": self.communicators.of_group(group),
+            "communicator": self.communicators.of_group(group, kind == "all_to_all"),
             "size_bytes": collectives.size_bytes(func, kind, args, kwargs, out, members),
         }
         if kind in ("send", "recv"):
@@ -77,7 +77,7 @@ class Exchanges:
         kinds, peers, _, tensors = args[:4]
         if group.size() == 1:
             return [(tensor, None) for tensor in tensors]
-        communicator = self.communicators.of_group(group)
+        communicator = self.communicators.of_group(group, False)
         self._batches.append(
             [
                 {

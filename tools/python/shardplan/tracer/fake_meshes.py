@@ -24,8 +24,8 @@ _made: list[DeviceMesh] = []  # inside of fake_meshes: a builder need not keep i
 
 
 def known_meshes() -> list[DeviceMesh]:
-    """Meshes made inside of fake_meshes, or there before. Those with named dimensions come first, the ones of the most
-    dimensions before others."""
+    """Meshes made inside of fake_meshes, or there before. Meshes with named dimensions come first, and the more
+    dimensions a mesh has, the earlier."""
     there = [thing for thing in gc.get_objects() if isinstance(thing, DeviceMesh)]
     different = {id(mesh): mesh for mesh in (*_made, *there)}
     return sorted(

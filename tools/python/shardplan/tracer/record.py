@@ -25,6 +25,7 @@ from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.progress import Progress
 from shardplan.tracer.raising import Raised, raising
 from shardplan.tracer.recorder import Answers, Recorder, StorageRecord
+from shardplan.tracer.routing import RanksOfExperts
 from shardplan.tracer.shape_propagation import unrecorded_shapes
 
 Loss = Callable[[object], torch.Tensor]
@@ -95,6 +96,16 @@ def record(
 ) -> dict:
     """The document's fields from `modules` on. Call inside FakeTensorMode and fake_cuda."""
     progress = progress or Progress()
+    try:
+        return _record_as_compiled(step, mark_inputs, answers, progress)
+    except RanksOfExperts:
+        for parameter in step.module.parameters():
+            parameter.grad = None
+        progress("once more, now that the ranks of the experts are known")
+        return _record_as_compiled(step, mark_inputs, answers, progress)
+
+
+def _record_as_compiled(step: Step, mark_inputs: bool, answers: Answers | None, progress: Progress) -> dict:
     if not step.tree.compiled:
         return _record(step, mark_inputs, answers, progress)
     with torch.compiler.set_stance("force_eager"):  # but for the modules
@@ -157,7 +168,8 @@ def _record_passes(
 ) -> tuple[dict, bool]:
     tree = step.tree
     fqns = [entry["fqn"] for entry in tree.modules]
-    communicators = Communicators(step.batches)
+    placed = frozenset(p["mesh_dim"] for entry in tree.parameters for p in entry.get("placements", ()))
+    communicators = Communicators(step.batches, placed)
     recorder = Recorder(answers, fqns, step.kernels_of, bool(tree.compiled), communicators)
     owners = _owners(tree)
     for parameter, parameter_id in tree.parameter_ids.items():

@@ -21,6 +21,11 @@ import sys
 import weakref
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardplan.tracer import collectives, operators
@@ -29,6 +34,7 @@ from shardplan.tracer.exchanges import Exchanges, functional_collectives, watche
 from shardplan.tracer.fused import Kernel, View, is_generated
 from shardplan.tracer.local_tensors import is_wrapper, local
 from shardplan.tracer.operators import Operator, tensors_in
+from shardplan.tracer.routing import CHOICES, Routing
 from shardplan.tracer.user_code import LabelsOnDevice
 
 aten = torch.ops.aten
@@ -61,8 +67,9 @@ class Answers:
 
     scalar = None
 
-    def __init__(self, by_module: dict[str, list[float]] | None = None):
+    def __init__(self, by_module: dict[str, list[float]] | None = None, routing: Routing | None = None):
         self.by_module = by_module or {}
+        self.routing = routing or Routing()
         self.used: set[str] = set()
         self._given: dict[str, int] = {}
 
@@ -260,6 +267,9 @@ class Recorder(TorchDispatchMode):
             return args[0]  # a copy on fake tensors alone
         if func.namespace == "_c10d_functional" and func._overloadpacket.__name__ == _WRAP:
             return functional_collectives().AsyncCollectiveTensor(args[0])  # a copy on fake tensors alone
+        if self.phase != "off" and (code := self._code_that_communicates(func, args)) is not None:
+            with self:
+                return code(*args, **kwargs)
         if func is aten._local_scalar_dense.default and self.answers.scalar is not None:
             return self.answers.scalar
         out = None
@@ -269,12 +279,40 @@ class Recorder(TorchDispatchMode):
                 return out
         if out is None:
             out = collectives.done_at_once(func, args)
+        routing = self.answers.routing
+        if out is None and routing.is_known:
+            args, out = self._by_routing(func, args, kwargs)
+            if func is aten._local_scalar_dense.default and out is not None:
+                return out
+        elif func in CHOICES:
+            routing.choosers.add(self._current_fqn())
         if out is None:
             out = func(*args, **kwargs)
             out = _on_the_host(func, out) if self._random_state == "host" else out
         if self.phase != "off" and func is not torch.ops.prim.device.default:
             self._observe(func, args, kwargs, out)
         return out
+
+    def _current_fqn(self) -> str:
+        module = self.current_module()
+        return self._fqns[module] if module >= 0 else ""
+
+    def _by_routing(self, func, args: tuple, kwargs: dict) -> tuple[tuple, object]:
+        """The arguments and the result of an operator; None: nothing that it reads is known from the routing."""
+        routing = self.answers.routing
+        if func is aten.index.Tensor and any(_is_mask(i) and routing.values(i) is not None for i in args[1]):
+            args = (args[0], self._expanded(args[1]))
+        real = routing.run(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            return args, real
+        try:
+            out = func(*args, **kwargs)
+        except CANNOT_FAKE:
+            if real is None:
+                raise
+            out = routing.made_of(real, args)
+        routing.note(func, args, kwargs, out, real, self._current_fqn())
+        return args, _on_the_host(func, out) if self._random_state == "host" else out
 
     def _with_answer(self, func, args: tuple) -> tuple:
         """The arguments and the result of an operator that depends on values, by the user's answer for them; None:
@@ -295,7 +333,7 @@ class Recorder(TorchDispatchMode):
         """Masks among the indices become what they find, as they do on a device."""
         result = []
         for index in indices:
-            if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+            if _is_mask(index):
                 result += self.__torch_dispatch__(aten.nonzero.default, (), (index,)).unbind(1)
             else:
                 result.append(index)
@@ -381,6 +419,11 @@ class Recorder(TorchDispatchMode):
 
     def watching_collectives(self) -> contextlib.AbstractContextManager:
         return watched(self.exchanges, self.waited)
+
+    def _code_that_communicates(self, func, args: tuple):
+        if func.namespace in _OF_TORCH or collectives.is_collective(func):
+            return None
+        return collectives.hidden(func, args)
 
     def waited(self, issued: list) -> None:
         """Collectives are waited for."""
@@ -475,11 +518,17 @@ class Recorder(TorchDispatchMode):
         self.events.append(["op", name, *rest, [record.id], []])
 
 
+_OF_TORCH = frozenset(("aten", "prim", "prims"))
+CANNOT_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 _WRAP = "_wrap_tensor_autograd"  # what a functional collective's result goes through; older releases have none
 _WAITS = frozenset((torch.ops._c10d_functional.wait_tensor.default, torch.ops._c10d_functional.wait_tensors.default))
 ANSWERED = frozenset(
     (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.index.Tensor)
 )
+
+
+def _is_mask(index) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _as_scalar(value: float, dtype: torch.dtype):

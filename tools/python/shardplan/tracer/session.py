@@ -14,11 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
 
 from shardplan.tracer import compiled, document, record, source as sources, stand_ins
 from shardplan.tracer.attention import device_attention
@@ -27,18 +22,19 @@ from shardplan.tracer.collectives import CollectiveProblem
 from shardplan.tracer.errors import EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.fake_cuda import ENGINE_WITHOUT_DEVICE, fake_cuda
 from shardplan.tracer.fake_meshes import fake_meshes
+from shardplan.tracer.flex_attention import device_flex_attention
 from shardplan.tracer.grouped import device_grouped_mm
 from shardplan.tracer.module_tree import ModuleTree, move_to_fake_cuda
 from shardplan.tracer.operators import dtype_name
 from shardplan.tracer.places import one_line, place
 from shardplan.tracer.progress import Progress
-from shardplan.tracer.recorder import ANSWERED, Answers
+from shardplan.tracer.recorder import ANSWERED, CANNOT_FAKE, Answers
 from shardplan.tracer.recurrent import device_recurrent
+from shardplan.tracer.routing import Routing
 from shardplan.tracer.transformers_masks import as_in_a_step
 from shardplan.tracer.user_code import on_a_gpu
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-_CANNOT_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
 @dataclass
@@ -65,6 +61,7 @@ class Options:
     mark_inputs: bool = True
     # Values that a module reads, by its FQN (docs/internals/tracer.md).
     answers: dict[str, list[float]] = field(default_factory=dict)
+    routing: str = ""  # "balanced" or a file of shares (routing.py); "": not known
     # Functions by dotted name; None: no shipped one (stand_ins.load).
     stand_ins: dict[str, Callable | None] = field(default_factory=dict)
     keep_output: bool = False  # the training loop keeps a name for the model's output until the backward is over
@@ -79,6 +76,7 @@ _ANSWER = (
     'say what it reads with --answer FQN=VALUE, or put a stand-in of the same name in its place '
     '(docs/internals/tracer.md, "Values")'
 )
+_ROUTING = "where it follows from the experts of tokens: --routing balanced, or --routing FILE.csv"
 _STAND_IN = 'put a stand-in of the same name in its place (docs/internals/tracer.md, "Values")'
 
 
@@ -94,6 +92,7 @@ def _recording(options: Options):
         stack.enter_context(stand_ins.standing_in(options.stand_ins))
         stack.enter_context(fake_cuda())
         stack.enter_context(device_attention(options.sdpa))
+        stack.enter_context(device_flex_attention())
         stack.enter_context(device_recurrent())
         stack.enter_context(device_grouped_mm())
         stack.enter_context(record.fake_mode())
@@ -227,7 +226,7 @@ def _trace_groups(
     return _document(
         step,
         options,
-        Answers(options.answers),
+        Answers(options.answers, Routing.of(options.routing)),
         progress,
         options.name or source.rpartition(":")[2],
         source,
@@ -271,7 +270,7 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
 
     model = huggingface.HuggingFaceModel(path, options.images)
     dtype = DTYPES[options.dtype or "bfloat16"]
-    answers = Answers(options.answers)
+    answers = Answers(options.answers, Routing.of(options.routing))
     with _recording(options):
         progress("building the module")
         with torch.device("cuda"):
@@ -301,6 +300,18 @@ def _trace_config(path: Path, options: Options, progress: Progress) -> dict:
         )
 
 
+def _silent_dimensions(fields: dict) -> list[str]:
+    """Along these parameters are cut and nothing communicates."""
+    used = {
+        fields["communicators"][event[11]["communicator"]]["name"]
+        for entry in (*fields["forwards"], *fields["backwards"])
+        for event in entry["events"]
+        if event[0] == "op" and len(event) > 11
+    }
+    placed = (p for entry in fields["parameters"] for p in entry.get("placements", ()))
+    return sorted({p["mesh_dim"] for p in placed if p.get("dim", -1) >= 0 and p["size"] > 1} - used)
+
+
 def _document(
     step: record.Step,
     options: Options,
@@ -322,9 +333,11 @@ def _document(
         raise
     except CollectiveProblem as error:
         raise TracerError(f"{error}{place(error, step.module)}") from error
-    except _CANNOT_FAKE as error:
+    except CANNOT_FAKE as error:
         answered = any(str(operator) in str(error) for operator in ANSWERED)
         way_out = _ANSWER if answered else _STAND_IN
+        if answers.routing.choosers and not answers.routing.is_known:
+            way_out = f"{_ROUTING}. Else {way_out}"
         raise TracerError(f"{_READS_VALUE}{place(error, step.module)}: {one_line(error)}; {way_out}") from error
     except Exception as error:
         if ENGINE_WITHOUT_DEVICE in str(error):
@@ -350,6 +363,10 @@ def _document(
             raise UsageProblem(f"{flag} {unused[0]}: the model communicates along no dimension of that name")
     if unused := sorted(answers.by_module.keys() - answers.used):
         raise UsageProblem(f"--answer {unused[0]}=...: no value is read there")
+    if options.routing:
+        if not answers.routing.choosers:
+            raise UsageProblem(f"--routing {options.routing}: the model chooses no experts (by a top-k)")
+        notes = [*notes, f"routing {answers.routing.name}"]
     if stood_in := stand_ins.called():
         notes = [*notes, f"stand-ins {', '.join(stood_in)}"]
     recorded_with = "; ".join([f"torch {torch.__version__.split('+')[0]}", f"attention {options.sdpa}", *notes])
@@ -361,6 +378,11 @@ def _document(
         "compute_dtype": dtype_name(dtype),
         "tokens_per_batch": tokens,
     }
+    for dimension in _silent_dimensions(fields):
+        progress.note(
+            f"parameters are cut along {dimension}, and no collective is along it: is the model called as in a "
+            "training (torchtitan's spmd_types: within set_current_spmd_mesh)?"
+        )
     if fields["world_size"] == 1:
         del fields["world_size"]
     for name in ("same_batch", "communicators"):

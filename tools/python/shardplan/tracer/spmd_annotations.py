@@ -4,8 +4,10 @@ type for each axis of the mesh.
 
 `fully_shard` with `dp_mesh_dims` makes DTensors of such parameters (FSDPParam._resolve_spmd_types_for_storage). S(dim)
 is cut along `dim`. R is replicated with a gradient that is a partial sum, and I is replicated with a whole gradient.
-All parameters are R along an axis that FSDP manages. The callable does not name these axes, so they are the axes along
-which every annotated parameter is R, and they are left out, as they are for DTensors.
+Along an axis that FSDP manages parameters are R, and it is left out, as it is for DTensors. The callable does not name
+these axes. They are the axes with a name of data parallelism, and of other names than tensor parallelism's those along
+which every annotated parameter is R. Experts may be cut along an axis along which others are R for FSDP: two
+dimensions of the same ranks are one axis.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from shardplan.tracer.batch_dimensions import DATA_PARALLEL, BatchDimensions
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.fake_meshes import known_meshes
 
@@ -29,12 +32,20 @@ def annotated_placements(parameters: dict[str, torch.Tensor]) -> dict[str, list[
     import spmd_types as spmd
 
     meshes = known_meshes()
-    tensor_axes = {axis for found in types.values() for axis, kind in found.items() if kind is not spmd.R}
-    names: dict = {}
+    names = {axis: _names(axis, meshes) for found in types.values() for axis in found}
+    cut = {axis for found in types.values() for axis, kind in found.items() if kind is not spmd.R}
+    batches = BatchDimensions()
+
+    def is_fsdps(axis, kind) -> bool:
+        if kind is not spmd.R or any(batches.is_same(name) for name in names[axis]):
+            return False  # torchtitan's efsdp has tp's ranks where there are no experts
+        return axis not in cut or not DATA_PARALLEL.isdisjoint(names[axis])
+
     return {
         fqn: [
-            _entry(fqn, parameters[fqn], axis, found[axis], names, meshes)
-            for axis in sorted(found.keys() & tensor_axes, key=_stride, reverse=True)
+            _entry(fqn, parameters[fqn], axis, found[axis], names[axis])
+            for axis in sorted(found, key=_stride, reverse=True)
+            if not is_fsdps(axis, found[axis]) and len(axis.layout.all_ranks_from_zero()) > 1
         ]
         for fqn, found in types.items()
     }
@@ -61,17 +72,16 @@ def _stride(axis) -> int:
     return ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
 
-def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: dict, meshes: list) -> dict:
+def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: list[str]) -> dict:
     import spmd_types as spmd
 
-    if axis not in names:
-        names[axis] = _name(axis, meshes)
-    if names[axis] is None:
+    if not names:
         raise TracerError(
             f"parameter {fqn} is annotated along a group that is no dimension of the mesh: {axis} (ranks "
             f"{sorted(axis.layout.all_ranks_from_zero())})"
         )
-    entry: dict = {"mesh_dim": names[axis], "size": len(axis.layout.all_ranks_from_zero())}
+    name = min(names, key=lambda name: name in DATA_PARALLEL)
+    entry: dict = {"mesh_dim": name, "size": len(axis.layout.all_ranks_from_zero())}
     if isinstance(kind, spmd.Shard):
         entry["dim"] = kind.dim % parameter.dim()
     elif kind is spmd.R:
@@ -79,19 +89,20 @@ def _entry(fqn: str, parameter: torch.Tensor, axis, kind, names: dict, meshes: l
             entry["grad_partial"] = True
     elif kind is not spmd.I:
         raise TracerError(
-            f"parameter {fqn} is annotated with {kind.name} along mesh dimension {names[axis]}: a parameter is cut "
+            f"parameter {fqn} is annotated with {kind.name} along mesh dimension {name}: a parameter is cut "
             "(S), or replicated with a partial (R) or a whole gradient (I)"
         )
     return entry
 
 
-def _name(axis, meshes: list) -> str | None:
-    """The dimension's name in the mesh of the most dimensions that has it: the mesh that FSDP is given."""
+def _names(axis, meshes: list) -> list[str]:
+    """Names of the dimensions that it is, those of the mesh of the most dimensions first, which FSDP is given."""
     import spmd_types as spmd
 
+    found: list[str] = []
     with unset_fake_temporarily():
         for mesh in meshes:
             for position, name in enumerate(mesh.mesh_dim_names or ()):
-                if mesh.size(position) > 1 and spmd.MeshAxis.of(mesh.get_group(name)) == axis:
-                    return name
-    return None
+                if name not in found and mesh.size(position) > 1 and spmd.MeshAxis.of(mesh.get_group(name)) == axis:
+                    found.append(name)
+    return found

@@ -35,8 +35,9 @@ _PROPERTIES = types.SimpleNamespace(
 )
 
 
-def _nothing(*_args, **_kwargs) -> None:
-    return None
+def _nothing():
+    """A function of its own for each name: dynamo has rules by function."""
+    return lambda *_args, **_kwargs: None
 
 
 # Answers of torch.cuda without its driver.
@@ -44,10 +45,10 @@ _ANSWERS = {
     "is_available": lambda: True,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
-    "set_device": _nothing,
-    "synchronize": _nothing,
-    "empty_cache": _nothing,
-    "init": _nothing,
+    "set_device": _nothing(),
+    "synchronize": _nothing(),
+    "empty_cache": _nothing(),
+    "init": _nothing(),
     "is_bf16_supported": lambda including_emulation=True: True,
     "get_device_name": lambda device=None: _PROPERTIES.name,
     "get_device_properties": lambda device=None: _PROPERTIES,
@@ -56,9 +57,9 @@ _ANSWERS = {
     "max_memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
     "max_memory_reserved": lambda device=None: 0,
-    "reset_peak_memory_stats": _nothing,
-    "manual_seed": _nothing,
-    "manual_seed_all": _nothing,
+    "reset_peak_memory_stats": _nothing(),
+    "manual_seed": _nothing(),
+    "manual_seed_all": _nothing(),
 }
 
 
@@ -119,7 +120,7 @@ def on_a_gpu() -> Iterator[None]:
         if not torch.cuda.is_available():
             for name, answer in _ANSWERS.items():
                 stack.enter_context(unittest.mock.patch.object(torch.cuda, name, answer))
-            stack.enter_context(unittest.mock.patch("torch._subclasses.fake_tensor.init_gpu_context", _nothing))
+            stack.enter_context(unittest.mock.patch("torch._subclasses.fake_tensor.init_gpu_context", _nothing()))
         stack.enter_context(_replacing_parameters())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
