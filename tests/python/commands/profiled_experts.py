@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four CPU ranks under FSDP2 whose model has collectives of its own among pairs of ranks: all_to_alls as between experts,
-a gather, a group of a send and a receive, and a sum. Their loop has one more, which no trace sees."""
+"""Four CPU ranks under FSDP2 whose model has collectives of its own among pairs of ranks: all_to_alls as between
+experts, a gather, a group of a send and a receive, and a sum. Their loop has one more, which no trace sees."""
 
 from __future__ import annotations
 

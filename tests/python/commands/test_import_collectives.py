@@ -14,7 +14,7 @@ from profiled_experts import RANKS, SCALARS, STEPS, TOKENS, record
 sys.path.append(str(ROOT / "tests" / "python" / "adapter"))
 sys.path.append(str(ROOT / "tools" / "python"))
 
-from shardplan.import_profile import collectives, communicators  # noqa: E402
+from shardplan.import_profile import beside, collectives, communicators  # noqa: E402
 from shardplan.import_profile.kineto import Collective, Profile, Work  # noqa: E402
 
 FACTS = ("kind", "communicator", "count", "full_tensor_bytes")
@@ -150,11 +150,14 @@ def without(events, *words, of=("kernel",)):
                 event["args"].pop(word, None)
 
 
-METADATA = ("Collective name", "Group size", "Process Group Ranks", "Process Group Description", "In msg nelems", "Out msg nelems")
+METADATA = (
+    "Collective name", "Group size", "Process Group Ranks", "Process Group Description", "In msg nelems",
+    "Out msg nelems",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("missing", [(), ("Process Group Ranks",), ("Process Group Description",)])
-def test_a_predicted_profile_gives_the_simulated_collectives_back(missing, plan, simulated, predicted, imported, tmp_path):
+def test_a_predicted_profile_gives_the_collectives_back(missing, plan, simulated, predicted, imported, tmp_path):
     made = json.loads(json.dumps(predicted))
     without(made["traceEvents"], *missing)
     path = tmp_path / "predicted.json"
@@ -163,10 +166,11 @@ def test_a_predicted_profile_gives_the_simulated_collectives_back(missing, plan,
     assert facts(report) == facts(simulated)
     assert report["measured"]["collectives_beside_plan"] == report["measured"]["collectives_missing"] == 0
     assert {stream["stream"] for stream in report["streams"]} == {stream["stream"] for stream in simulated["streams"]}
-    exposed = {entry["kind"]: entry["exposed_ns"] for entry in report["collectives"] if entry["communicator"] == "ep"}
-    for entry in simulated["collectives"]:
-        if entry["communicator"] == "ep":
-            assert abs(exposed[entry["kind"]] - entry["exposed_ns"]) <= 2 * entry["count"]
+    for time in ("busy_ns", "exposed_ns"):
+        found = {entry["kind"]: entry[time] for entry in report["collectives"] if entry["communicator"] == "ep"}
+        for entry in simulated["collectives"]:
+            if entry["communicator"] == "ep":
+                assert abs(found[entry["kind"]] - entry[time]) <= 2 * entry["count"], (time, entry)
 
 
 def test_kernels_without_metadata_are_what_the_calls_around_them_say(plan, simulated, predicted, imported, tmp_path):
@@ -236,6 +240,29 @@ def host(name, begin, kind=None, elements=0):
     }
 
 
+def on_cpu(name, shapes, types):
+    return {"name": name, "begin": 0, "args": {"Input Dims": shapes, "Input type": types}}
+
+
+def test_sizes_of_calls_follow_from_their_shapes():
+    """Shapes are those that torch 2.15 writes. Lists of tensors have no dtype: Gloo's thread does."""
+    thread = on_cpu("gloo:x", [[8]], ["float"])
+    for name, shapes, types, kind, size_bytes, ranks in (
+        ("_allgather_base_", [[264], [66], []], ["c10::BFloat16", "c10::BFloat16", ""], "all_gather", 528, 4),
+        ("allgather_into_tensor_coalesced_", [[[32, 32]], [[16, 32]]], ["TensorList"] * 2, "all_gather", 4096, 2),
+        ("allgather_", [[], [[32, 4]]], ["", "TensorList"], "all_gather", 0, 0),
+        ("_reduce_scatter_base_", [[792], [3168]], ["double", "double"], "reduce_scatter", 25344, 4),
+        ("allreduce_", [[[]], []], ["TensorList", ""], "all_reduce", 4, 0),
+        ("alltoall_base_", [[16, 32], [8, 32]], ["long int", "long int"], "all_to_all", 2048, 0),
+        ("alltoall_", [[[64], [64]], [[64], [32]]], ["TensorList"] * 2, "all_to_all", 384, 0),
+        ("send", [[[16, 32]], [], []], ["TensorList", "", "Scalar"], "send", 2048, 0),
+        ("gather_", [[], [[32, 4]]], ["", "TensorList"], "gather", 0, 0),
+        ("barrier", [], [], "barrier", 0, 0),
+    ):  # fmt: skip
+        one = collectives.called(on_cpu("c10d::" + name, shapes, types), thread)
+        assert (one.kind, one.full_tensor_bytes, one.ranks) == (kind, size_bytes, ranks), name
+
+
 KERNEL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
@@ -245,7 +272,8 @@ def test_one_kernel_stands_for_a_group_of_sends():
         host("record_param_comms", 10, "send", 8), host("record_param_comms", 20, "recv", 6),
         host("record_param_comms", 30, "send", 2), host("record_param_comms", 90, "send", 1),
     ]
-    for arguments in ({}, {"Collective name": "coalesced"}, {"Collective name": "recv", "In msg nelems": 6, "dtype": "Float"}):
+    last = {"Collective name": "recv", "In msg nelems": 6, "dtype": "Float"}
+    for arguments in ({}, {"Collective name": "coalesced"}, last):
         transfers = collectives.Transfers(calls)
         first = collectives.of_kernel(KERNEL, arguments, (), lambda: transfers.until((1, 1), 40))
         assert (first.kind, first.full_tensor_bytes) == ("send", 40)
@@ -258,6 +286,17 @@ def test_one_kernel_stands_for_a_group_of_sends():
     around = (host("c10d::alltoall_base_", 1), host("record_param_comms", 2, "all_to_all", 7))
     assert collectives.of_kernel(KERNEL, {}, around, list) == Collective("all_to_all", (), 28)
     assert collectives.of_kernel(KERNEL, {}, (), list).kind == "SendRecv"
+
+
+def test_collectives_that_a_recording_cannot_have_are_not_missing():
+    rows = [row("all_reduce", "tp", 3, 300), row("all_reduce", "tp", 1, 50), row("all_gather", "shard", 2, 8)]
+    expected = beside.planned({"collectives": rows}, {("all_reduce", "tp"): (3, 300)})
+    assert expected == {("all_reduce", "tp"): (1, 50), ("all_gather", "shard"): (2, 8)}
+    assert beside.planned({"collectives": rows}, {("all_reduce", "tp"): (4, 350)}) == {("all_gather", "shard"): (2, 8)}
+    assert beside.counted([row("all_gather", "shard", 2, 8), row("broadcast", "a group of 8 ranks", 1, 4)], expected) == (
+        1, 1, ["all_reduce on tp: 0 of 0 bytes in a step, the plan has 1 of 50",
+               "broadcast on a group of 8 ranks: 1 of 4 bytes in a step, the plan has 0 of 0"],
+    )  # fmt: skip
 
 
 # ---- which communicator ----

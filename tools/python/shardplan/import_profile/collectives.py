@@ -9,7 +9,6 @@ kernel comes when the group ends, and stands for all of them. Both directions ru
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 import math
 import re
@@ -67,7 +66,7 @@ def _count(arguments: dict, key: str) -> int:
 
 
 def _size_bytes(kind: str, arguments: dict, ranks: int) -> int:
-    """Of what the plan counts: schemas/include/shardplan/schemas/collective_kinds.h."""
+    """The bytes that the plan counts: schemas/include/shardplan/schemas/collective_kinds.h."""
     sent, received = _count(arguments, "In msg nelems"), _count(arguments, "Out msg nelems")
     elements = {
         "all_gather": received,
@@ -160,39 +159,39 @@ def is_call(name: str) -> bool:
     return name.startswith(_C10D)
 
 
+def call_kind(span: dict) -> str:
+    """The kind of a call of c10d's, or of a span of Gloo's threads."""
+    return kind_of(span["name"].removeprefix(_C10D).removeprefix("gloo:"))
+
+
 def _elements(shapes: object) -> int:
-    """Of a tensor, or a list of them. 0: not known."""
-    if not isinstance(shapes, list) or not shapes:
+    """Elements of a tensor, or of a list of them. 0: not known."""
+    if not isinstance(shapes, list):
         return 0
     if all(isinstance(length, int) for length in shapes):
         return math.prod(shapes)
     return sum(map(_elements, shapes))
 
 
-def _inputs(arguments: dict) -> list[tuple[int, int]]:
-    """Elements of each argument, and bytes of one of them; 0: not known."""
-    words = [str(dtype).removeprefix("c10::") for dtype in arguments.get("Input type") or []]
-    sizes = [_ELEMENT_BYTES.get(_SCALAR_TYPES.get(word, word), 0) for word in words]
-    shapes = arguments.get("Input Dims") or []
-    pairs = itertools.zip_longest(shapes, sizes[: len(shapes)], fillvalue=0)
-    return [(1 if shape == [] and size > 0 else _elements(shape), size) for shape, size in pairs]
+def _element_bytes(arguments: dict) -> int:
+    """The first dtype that is said; 0: lists of tensors say none."""
+    words = (str(dtype).removeprefix("c10::") for dtype in arguments.get("Input type") or [])
+    return next((size for word in words if (size := _ELEMENT_BYTES.get(_SCALAR_TYPES.get(word, word), 0))), 0)
 
 
-def called(span: dict) -> Collective:
-    """A call `is_call` of c10d's. It does not say its group; that of a gathered or scattered tensor has as many ranks
-    as the tensor has parts."""
-    kind = kind_of(span["name"].removeprefix(_C10D))
-    (output, output_size), (input_, input_size) = [*_inputs(span["args"]), (0, 0), (0, 0)][:2]
+def called(call: dict, thread: dict | None = None) -> Collective:
+    """A call `is_call`, and what Gloo's thread ran for it. It does not say its group. That of a gathered or scattered
+    tensor has as many ranks as the tensor has parts."""
+    kind = call_kind(call)
+    element = _element_bytes(call["args"]) or (_element_bytes(thread["args"]) if thread else 0)
+    # No tensor has the shape of a scalar, and lists of lists have, too: their types tell them apart.
+    types, shapes = call["args"].get("Input type") or [], call["args"].get("Input Dims") or []
+    counts = [_elements(shape) if str(dtype) else 0 for shape, dtype in zip(shapes, types)]
+    output, input_ = [*counts, 0, 0][:2]
     if kind == "all_gather":
-        return Collective(kind, (), output * output_size, output // input_ if input_ else 0)
+        return Collective(kind, (), output * element, output // input_ if input_ else 0)
     if kind == "reduce_scatter":
-        return Collective(kind, (), input_ * input_size, input_ // output if output else 0)
-    return Collective(kind, (), input_ * input_size if kind == "all_to_all" else 0)
-
-
-def as_run(call: Collective, span: dict) -> Collective:
-    """The call with the bytes that Gloo's thread says, if the call has none."""
-    own = kind_of(span["name"].partition(":")[2])
-    if call.full_tensor_bytes > 0 or own != call.kind or call.kind in ("all_gather", "reduce_scatter", "gather", "scatter"):
-        return call
-    return Collective(call.kind, (), sum(count * size for count, size in _inputs(span["args"])))
+        return Collective(kind, (), input_ * element, input_ // output if output else 0)
+    if kind in ("gather", "scatter"):
+        return Collective(kind, (), 0)
+    return Collective(kind, (), (input_ if kind == "all_to_all" else output) * element)

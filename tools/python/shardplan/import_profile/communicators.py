@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan's communicator of each collective that a profile has.
 
-[Note: which communicator] Communicators of a kind are told apart by their size, then by their ranks, by torch's name
-for the group (that of its mesh dimension), by whether FSDP or the model calls it, and by the bytes. Each of these
-counts where the profile says it and it leaves at least one; a size that none has leaves none. Ranges of FSDP's own
-enclose its collectives. Gloo says no group: there the bytes decide.
+[Note: which communicator] Five things tell the communicators of a kind apart: their size, their ranks, torch's name for
+the group (that of its mesh dimension), whether FSDP or the model calls it, and the bytes. Each of these counts if the
+profile says it and it leaves at least one communicator. Only a size that none has leaves none. Ranges of FSDP's enclose
+its own collectives. Gloo says no group: there the last two decide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 
 from .kineto import Collective, Profile, Work
 
-# Of FSDP2's and of a plan's runtime; FSDP1's forward has the model's inside.
+# FSDP2 and a plan's runtime have their own ranges; FSDP1's forward has the model's inside.
 _OF_FSDP = re.compile(r"FSDP::|FullyShardedDataParallel\.(?!forward)")
 
 
@@ -127,8 +127,8 @@ class Communicators:
 
 def _unknown(one: Collective) -> str:
     """For people: the group by torch's name and its size."""
-    named = "" if one.group_name in ("", "default_pg") else f"{one.group_name} "
-    return f"{named}of {one.ranks} ranks" if one.ranks else one.group_name or "unknown"
+    named = "a group" if one.group_name in ("", "default_pg") else one.group_name
+    return f"{named} of {one.ranks} ranks" if one.ranks else one.group_name or "unknown"
 
 
 def assign(profile: Profile, plan: dict, simulated: dict) -> Communicators:

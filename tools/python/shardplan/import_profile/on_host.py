@@ -20,10 +20,10 @@ def _is_operator(name: str) -> bool:
     return "::" in name and not name.startswith(_ENGINE)
 
 
-def _runs(call: Collective, span: dict) -> bool:
+def _runs(call: dict, span: dict) -> bool:
     """Gloo's reduce_scatter is an all_reduce of its threads: the recorded call says what was meant."""
-    kind = collectives.kind_of(span["name"].partition(":")[2])
-    return kind == call.kind or (call.kind, kind) == ("reduce_scatter", "all_reduce")
+    kinds = collectives.call_kind(call), collectives.call_kind(span)
+    return kinds[0] == kinds[1] or kinds == ("reduce_scatter", "all_reduce")
 
 
 def _join_transfers(work: list[Work]) -> list[Work]:
@@ -45,17 +45,17 @@ def _join_transfers(work: list[Work]) -> list[Work]:
     return kept
 
 
-def _on_threads(calls: list[tuple[int, tuple[str, ...], Collective]], spans: Iterable[dict]) -> list[Work]:
-    """Of several calls that a thread's span may be, the one that was made first. calls: in order."""
+def _on_threads(calls: list[tuple[dict, tuple[str, ...]]], spans: Iterable[dict]) -> list[Work]:
+    """A thread's span is of the first call that it may be of. calls: in order."""
     work = []
     for span in spans:
-        for number, (called, ranges, call) in enumerate(calls):
-            if called > span["begin"]:
+        for number, (call, ranges) in enumerate(calls):
+            if call["begin"] > span["begin"]:
                 break
             if _runs(call, span):
                 del calls[number]
-                of = collectives.as_run(call, span)
-                work.append(Work(span["begin"], span["end"], GLOO, span["name"], called, (), ranges, of))
+                one = collectives.called(call, span)
+                work.append(Work(span["begin"], span["end"], GLOO, span["name"], call["begin"], (), ranges, one))
                 break
     return _join_transfers(work)
 
@@ -72,7 +72,7 @@ def work_of(
             continue
         operators, ranges = around(span)
         if collectives.is_call(span["name"]):
-            calls.append((span["begin"], ranges, collectives.called(span)))
+            calls.append((span, ranges))
         elif sum(_is_operator(name) for name in operators) > 1:
             continue
         elif _WAITS.match(span["name"]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from . import communicators, ranks, spans
+from . import beside, communicators, ranks, spans
 from .kineto import GLOO, HOST, Profile, Work
 from .parts import Part, Parts
 from .snapshot import Memory
@@ -111,9 +111,9 @@ def _passes(step: Step) -> dict[str, int]:
 
 
 def _roles(work: list[Placed]) -> dict[tuple[int, str], str]:
-    """The plan's name for each stream. Gloo's threads are one stream for each kind of FSDP's collectives and one for each
-    communicator of the model's, as the plan's streams are. NCCL runs a collective that is waited for at once in the
-    stream of the model's kernels."""
+    """The plan's name for each stream. Gloo's threads are one stream for each kind of FSDP's collectives, and one for
+    each communicator of the model's, as the plan's streams are. NCCL runs a collective that is waited for at once in
+    the stream of the model's kernels."""
     by_stream = collections.defaultdict(list)
     for placed in work:
         by_stream[_stream(placed)].append(placed)
@@ -268,39 +268,6 @@ def _operators(step: Step) -> list[dict]:
     ]
 
 
-def _planned(simulated: dict, hidden: dict[tuple[str, str], tuple[int, int]]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Number and bytes of the plan's collectives, by kind and communicator, less those that the profile cannot have."""
-    planned: dict[tuple[str, str], tuple[int, int]] = {}
-    for entry in simulated["collectives"]:
-        key = entry["kind"], entry["communicator"]
-        count, bytes_ = planned.get(key, (0, 0))
-        planned[key] = count + entry["count"], bytes_ + entry["full_tensor_bytes"]
-    for key, (count, bytes_) in hidden.items():
-        planned[key] = planned[key][0] - count, planned[key][1] - bytes_
-    return {key: sums for key, sums in planned.items() if sums[0] > 0}
-
-
-def _beside(collectives: list[dict], planned: dict[tuple[str, str], tuple[int, int]]) -> tuple[int, int, list[str]]:
-    """Collectives that only the profile has, that only the plan has, and what to say of bytes."""
-    found = {
-        (entry["kind"], entry["communicator"]): (entry["count"], entry["full_tensor_bytes"]) for entry in collectives
-    }
-    beside = missing = 0
-    notes = []
-    for key in sorted(planned.keys() | found.keys()):
-        (count, bytes_), (expected, expected_bytes) = found.get(key, (0, 0)), planned.get(key, (0, 0))
-        beside += max(0, count - expected)
-        missing += max(0, expected - count)
-        if count == expected and bytes_ not in (0, expected_bytes):
-            beside, missing = beside + count, missing + count
-        if (count, bytes_) != (expected, expected_bytes) and not (count == expected and bytes_ == 0):
-            notes.append(
-                f"{key[0]} on {key[1]}: {count} of {bytes_} bytes in a step, the plan has {expected} of "
-                f"{expected_bytes}"
-            )
-    return beside, missing, notes
-
-
 def _memory(memory: Memory | None, simulated: dict, device_bytes: int) -> dict:
     if memory is None:
         zeros = dict.fromkeys(("peak_bytes", "steady_bytes", "context_bytes", "reserved_bytes", "cache_releases"), 0)
@@ -344,7 +311,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
     collectives = _collectives(step, compute)
     # A recording of the plan's own has segments as wholes.
     hidden = of_models if profile.instructions else {}
-    beside, missing, notes = _beside(collectives, _planned(simulated, hidden))
+    more, missing, notes = beside.counted(collectives, beside.planned(simulated, hidden))
     if hidden:
         notes.append(f"{sum(count for count, _ in hidden.values())} collectives of the model are inside its segments")
     known = {entry["unit"] for entry in simulated["units"]}
@@ -397,7 +364,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
             "waiting_ns": waiting_ns,
             "unassigned_kernels": len(lost),
             "unassigned_ns": sum(placed.work.duration_ns for placed in lost),
-            "collectives_beside_plan": beside,
+            "collectives_beside_plan": more,
             "collectives_missing": missing,
             **profile.measured,
         },

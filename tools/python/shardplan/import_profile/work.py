@@ -10,13 +10,13 @@ HOST, GLOO = -1, -2  # in place of a stream: the host itself, threads of Gloo
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """group_name: what torch calls the process group ("mesh_ep"). communicator, of_model: filled by communicators.py."""
+    """communicator, of_model: filled in by communicators.py."""
 
     kind: str  # the plan's name; what the profile calls it where a plan has none
     group: tuple[int, ...]  # ranks; () where the profile does not list them
     full_tensor_bytes: int  # 0 where the profile does not say them
     size: int = 0  # ranks of the group, where the profile says no more
-    group_name: str = ""
+    group_name: str = ""  # torch's, of the process group: "mesh_ep"
     communicator: str = ""
     of_model: bool = False
 
