@@ -113,7 +113,7 @@ def test_collectives_are_those_of_the_plan_with_their_bytes(plans, imported, sha
     [
         ("hta_ddp_a100", "NVIDIA A100-PG509-200", 2, {"all_reduce": 4, "broadcast": 2}),
         ("hta_ddp_v100", "Tesla V100-SXM2-32GB", 2, {"all_reduce": 6}),
-        ("hta_sampled_128", "GPU", 128, {"SendRecv": 5}),
+        ("hta_sampled_128", "GPU", 128, {"all_gather": 1, "all_reduce": 2, "all_to_all": 2}),
         ("hta_mi250", "AMD Radeon Graphics", 1, {}),
         ("deepseek_h800", "NVIDIA H800", 64, {}),
     ],

@@ -3,7 +3,7 @@
 comes from.
 
 Times are integers in nanoseconds of the trace's own clock. Work on a device is a kernel, a copy or a memset, with the
-launch that the trace correlates it with. Work on a CPU is an outermost operator, or a collective of Gloo's threads.
+launch that the trace correlates it with. Work on a CPU is in on_host.py.
 """
 
 from __future__ import annotations
@@ -11,75 +11,26 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import functools
 import gzip
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterator
 
 from shardplan import files
 
+from . import collectives, on_host
+from .work import GLOO, HOST, Collective, Work  # noqa: F401 - a profile is made of them
+
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 _BLOCKS = re.compile(r"cuda(Stream|Event|Device)Synchronize")
 _STEP = re.compile(r"ProfilerStep#\d+$")
-_GLOO = re.compile(r"gloo:\w+$")
-_ENGINE = "autograd::engine"
-HOST, GLOO = -1, -2  # in place of a stream: the host itself, threads of Gloo
-
-# Names of collectives in a profile -> the plan's. Gloo's reduce_scatter is an all_reduce of its threads: the recorded
-# call says what was meant.
-COLLECTIVES = {
-    "_allgather_base": "all_gather",
-    "allgather": "all_gather",
-    "all_gather": "all_gather",
-    "_all_gather_base": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-}
-_ELEMENT_BYTES = {
-    "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
-    "Float8_e4m3fn": 1, "Float8_e5m2": 1,
-}  # fmt: skip
 
 
 class BadProfile(Exception):
     """A file is no profile, or not one of a training: its name, where, what was found and expected."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    kind: str  # the plan's name; what the profile calls it where a plan has none
-    group: tuple[int, ...]  # ranks
-    full_tensor_bytes: int
-
-
-@dataclasses.dataclass
-class Work:
-    """One piece of work that ran. operators, ranges: the host's, where it was launched, the innermost last."""
-
-    begin_ns: int
-    end_ns: int
-    stream: int  # of the device; HOST, GLOO
-    name: str
-    launched_ns: int
-    operators: tuple[str, ...] = ()
-    ranges: tuple[str, ...] = ()
-    collective: Collective | None = None
-    part: object = None  # parts.Part, where it is known without ranges
-    stream_name: str = ""  # the plan's, likewise
-
-    @property
-    def duration_ns(self) -> int:
-        return self.end_ns - self.begin_ns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,27 +115,6 @@ def _complete(events: list[dict]) -> Iterator[dict]:
             yield event
 
 
-_KERNELS = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce"}
-_KERNEL = re.compile(r"nccl\w*?_(\w+?)(_|\()")
-
-
-def _collective(kernel: str, arguments: dict) -> Collective | None:
-    """c10d tells the profiler what it calls NCCL for; a plan calls NCCL itself, and its kernels have a name alone."""
-    if not kernel.startswith("nccl"):
-        return None
-    name = arguments.get("Collective name")
-    if not isinstance(name, str):
-        match = _KERNEL.match(kernel)
-        return Collective(_KERNELS.get(match.group(1), match.group(1)) if match else kernel, (), 0)
-    kind = COLLECTIVES.get(name, name)
-    numel = arguments.get("Out msg nelems" if kind == "all_gather" else "In msg nelems", 0)
-    try:
-        group = tuple(json.loads(arguments.get("Process Group Ranks") or "[]"))
-    except (TypeError, ValueError):
-        group = ()  # "[0, 1, ...]" of a large group
-    return Collective(kind, group, int(numel) * _ELEMENT_BYTES.get(str(arguments.get("dtype")), 0))
-
-
 class _Host:
     """Who encloses a moment of a thread: operators and ranges, the outermost first."""
 
@@ -224,73 +154,45 @@ def _named(stack: tuple[dict, ...], category: str) -> tuple[str, ...]:
     return tuple(span["name"] for span in stack if span["cat"] == category)
 
 
+def _around(host: _Host, span: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    stack = host.around((span["pid"], span["tid"]), span["begin"])
+    return _named(stack, "cpu_op"), _named(stack, "user_annotation")
+
+
 def _on_device(spans: list[dict], host: _Host) -> list[Work]:
+    transfers = collectives.Transfers(spans)
     launches = {
         span["args"]["correlation"]: span
         for span in spans
         if span.get("cat") in _LAUNCHES and "correlation" in span["args"]
     }
+    launched = [
+        (launches.get(span["args"].get("correlation"), span), span) for span in spans if span.get("cat") in _DEVICE
+    ]
     work = []
-    for span in spans:
-        if span.get("cat") not in _DEVICE:
-            continue
-        arguments = span["args"]
-        launch = launches.get(arguments.get("correlation"))
-        stack = host.around((launch["pid"], launch["tid"]), launch["begin"]) if launch else ()
-        launched = launch["begin"] if launch else span["begin"]
-        collective = _collective(span["name"], arguments)
+    for launch, span in sorted(launched, key=lambda pair: pair[0]["begin"]):
+        thread, begin = (launch["pid"], launch["tid"]), launch["begin"]
+        stack = host.around(thread, begin) if launch is not span else ()
+        collective = collectives.of_kernel(
+            span["name"], span["args"], stack, functools.partial(transfers.until, thread, begin)
+        )
         work.append(
             Work(
-                span["begin"], span["end"], int(arguments.get("stream", 0)), span["name"], launched,
+                span["begin"], span["end"], int(span["args"].get("stream", 0)), span["name"], begin,
                 _named(stack, "cpu_op"), _named(stack, "user_annotation"), collective,
             )
         )
     return work
 
 
-def _called(span: dict) -> Collective | None:
-    """A collective's call on the CPU, by the shapes of its inputs where they were recorded; all ranks stand for its
-    group."""
-    name = span["name"].removeprefix("c10d::").strip("_")
-    kind = COLLECTIVES.get(name) or COLLECTIVES.get("_" + name)
-    if not span["name"].startswith("c10d::") or kind is None:
-        return None
-    shapes, dtypes = span["args"].get("Input Dims") or [], span["args"].get("Input type") or []
-    full = 1 if kind == "reduce_scatter" else 0
-    bytes_ = 0
-    if len(shapes) > full and len(dtypes) > full and all(isinstance(length, int) for length in shapes[full]):
-        dtype = str(dtypes[full]).removeprefix("c10::")
-        bytes_ = math.prod(shapes[full]) * _ELEMENT_BYTES.get(dtype[:1].upper() + dtype[1:], 0)
-    return Collective(kind, (), bytes_)
-
-
-def _is_operator(name: str) -> bool:
-    return "::" in name and not name.startswith(_ENGINE)
-
-
-def _on_host(spans: list[dict], host: _Host) -> list[Work]:
-    """Outermost operators are the work, below the nodes of autograd, which have no namespace; collectives run in
-    threads of Gloo's, and begin in the order in which they were called."""
-    calls: collections.deque = collections.deque()
-    work = []
-    for span in sorted(
-        (span for span in spans if span.get("cat") == "cpu_op" and _is_operator(span["name"])),
-        key=lambda span: span["begin"],
-    ):
-        stack = host.around((span["pid"], span["tid"]), span["begin"])
-        operators, ranges = _named(stack, "cpu_op"), _named(stack, "user_annotation")
-        if (collective := _called(span)) is not None:
-            calls.append((span["begin"], ranges, collective))
-        elif sum(_is_operator(name) for name in operators) == 1:
-            work.append(Work(span["begin"], span["end"], HOST, span["name"], span["begin"], operators, ranges))
-    for span in sorted(
-        (span for span in spans if span.get("cat") == "user_annotation" and _GLOO.match(span["name"])),
-        key=lambda span: span["begin"],
-    ):
-        if calls and calls[0][0] <= span["begin"]:
-            called, ranges, collective = calls.popleft()
-            work.append(Work(span["begin"], span["end"], GLOO, span["name"], called, (), ranges, collective))
-    return work
+def _device(document: dict, spans: list[dict]) -> tuple[str, int]:
+    """Name and bytes of the device that ran the work. A job of CPU ranks may be on a machine that has GPUs."""
+    used = next((span["args"].get("device", 0) for span in spans if span.get("cat") in _DEVICE), None)
+    if used is None:
+        return "CPU", 0
+    devices = [one for one in document.get("deviceProperties") or [] if isinstance(one, dict)]
+    own = next((one for one in devices if one.get("id") == used), devices[0] if devices else {})
+    return str(own.get("name", "")) or "GPU", int(own.get("totalGlobalMem", 0))
 
 
 def profile_of(path: str, data: bytes) -> Profile:
@@ -303,10 +205,11 @@ def profile_of(path: str, data: bytes) -> Profile:
             f"{path}: an event without a time ({type(error).__name__}: {error}; expected numbers ts and dur)"
         ) from error
     info = document.get("distributedInfo") or {}
-    devices = document.get("deviceProperties") or []
+    device, device_bytes = _device(document, spans)
     host = _Host([span for span in spans if span.get("cat") in ("cpu_op", "user_annotation")])
-    on_device = _on_device(spans, host)
-    work = on_device or _on_host(spans, host)
+    work, waits = _on_device(spans, host), []
+    if not work:
+        work, waits = on_host.work_of(spans, functools.partial(_around, host))
     if not work:
         raise BadProfile(
             f"{path}: nothing ran (found {len(spans)} spans, none of a kernel or an operator): was the profiler "
@@ -324,8 +227,8 @@ def profile_of(path: str, data: bytes) -> Profile:
         path=path,
         rank=int(info.get("rank", 0)),
         world_size=int(info.get("world_size", 1)),
-        device=(str(devices[0].get("name", "")) if devices else "") or ("GPU" if on_device else "CPU"),
-        device_bytes=int(devices[0].get("totalGlobalMem", 0)) if devices else 0,
+        device=device,
+        device_bytes=device_bytes,
         steps=sorted((span["begin"], span["end"]) for span in annotations if _STEP.match(span["name"])),
         work=sorted(work, key=lambda one: (one.begin_ns, one.stream)),
         ranges=sorted(
@@ -333,9 +236,12 @@ def profile_of(path: str, data: bytes) -> Profile:
             key=lambda one: (one.begin_ns, -one.end_ns),
         ),
         blocked=sorted(
-            (span["begin"], span["end"])
-            for span in spans
-            if span.get("cat") in _LAUNCHES and _BLOCKS.search(span["name"])
+            waits
+            + [
+                (span["begin"], span["end"])
+                for span in spans
+                if span.get("cat") in _LAUNCHES and _BLOCKS.search(span["name"])
+            ]
         ),
         memory=sorted(memory),
     )

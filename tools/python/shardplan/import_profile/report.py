@@ -7,14 +7,20 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from . import ranks, spans
+from . import beside, communicators, ranks, spans
 from .kineto import GLOO, HOST, Profile, Work
 from .parts import Part, Parts
 from .snapshot import Memory
 
 _PASSES = ("forward", "backward", "optimizer")
 _PPM = 1_000_000
-_ACTIVITIES = ("forward", "backward", "optimizer", "copies", "all_gather", "reduce_scatter", "all_reduce")
+# In the words and the order of the simulator's DeviceActivity; collectives not named here are their kind.
+_ACTIVITIES = (
+    "forward", "backward", "optimizer", "copies", "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
+    "send_recv", "other_collective",
+)
+_ACTIVITY_OF = {"send": "send_recv", "recv": "send_recv"}
+_ACTIVITY_OF |= dict.fromkeys(("broadcast", "reduce", "gather", "scatter"), "other_collective")
 _PICTURE_COLUMNS = 2000
 
 
@@ -92,15 +98,6 @@ def median_step(steps: list[Step]) -> Step:
     return sorted(steps, key=lambda step: (step.duration_ns, step.begin_ns))[(len(steps) - 1) // 2]
 
 
-def communicator_of(kind: str, group: tuple[int, ...], simulated: dict, plan: dict) -> str:
-    """The plan's name for it. A profile that does not say the group means the plan's only communicator for that
-    kind."""
-    names = [entry["communicator"] for entry in simulated["collectives"] if entry["kind"] == kind]
-    sizes = {one.get("name", ""): one.get("size", 1) for one in plan.get("communicators", [])}
-    fitting = [name for name in names if not group or sizes.get(name) == len(group)]
-    return fitting[0] if fitting else f"of {len(group)} ranks" if group else "unknown"
-
-
 def _passes(step: Step) -> dict[str, int]:
     """Up to the end of a pass's last kernel of those launched before the next pass."""
     launched = {name: [placed.work for placed in step.work if placed.part.phase == name] for name in _PASSES}
@@ -114,27 +111,35 @@ def _passes(step: Step) -> dict[str, int]:
 
 
 def _roles(work: list[Placed]) -> dict[tuple[int, str], str]:
-    """The plan's name for each stream. Gloo's threads are one stream for each kind of collective, as the plan's streams
-    are."""
+    """The plan's name for each stream. Gloo's threads are one stream for each kind of FSDP's collectives, and one for
+    each communicator of the model's, as the plan's streams are. NCCL runs a collective that is waited for at once in
+    the stream of the model's kernels."""
     by_stream = collections.defaultdict(list)
     for placed in work:
         by_stream[_stream(placed)].append(placed)
     roles = {}
     for stream, own in sorted(by_stream.items()):
-        kinds = collections.Counter(placed.work.collective.kind for placed in own if placed.work.collective)
+        exchanges = collections.Counter(_exchange(placed) for placed in own if placed.work.collective)
+        computes = sum(placed.computes for placed in own)
         if own[0].work.stream_name:
             roles[stream] = own[0].work.stream_name
-        elif kinds:
-            roles[stream] = kinds.most_common(1)[0][0]
-        elif stream[0] == HOST or any(placed.computes for placed in own):
+        elif exchanges and computes <= exchanges.total():
+            roles[stream] = exchanges.most_common(1)[0][0]
+        elif stream[0] == HOST or computes:
             roles[stream] = "compute"
         else:
             roles[stream] = "all_gather_copy_in"
     return roles
 
 
+def _exchange(placed: Placed) -> str:
+    """The plan's stream that has such collectives (EngineStreams)."""
+    one = placed.work.collective
+    return f"model {one.communicator}" if one.of_model else one.kind
+
+
 def _stream(placed: Placed) -> tuple[int, str]:
-    return placed.work.stream, placed.work.collective.kind if placed.work.stream == GLOO else ""
+    return placed.work.stream, _exchange(placed) if placed.work.stream == GLOO else ""
 
 
 def _streams(step: Step) -> list[dict]:
@@ -155,7 +160,7 @@ def _streams(step: Step) -> list[dict]:
 def _activity(placed: Placed) -> str:
     """In the words of the simulator's DeviceActivity."""
     if placed.work.collective is not None:
-        return placed.work.collective.kind
+        return _ACTIVITY_OF.get(placed.work.collective.kind, placed.work.collective.kind)
     return placed.part.phase if placed.computes else "copies"
 
 
@@ -213,11 +218,10 @@ def _exposed(placed: list[Placed], compute: spans.Intervals) -> int:
     return spans.length(spans.minus(spans.union(one.interval for one in placed), compute))
 
 
-def _collectives(step: Step, compute: spans.Intervals, simulated: dict, plan: dict) -> list[dict]:
+def _collectives(step: Step, compute: spans.Intervals) -> list[dict]:
     groups = collections.defaultdict(list)
     for placed in step.collectives:
-        collective = placed.work.collective
-        groups[collective.kind, communicator_of(collective.kind, collective.group, simulated, plan)].append(placed)
+        groups[placed.work.collective.kind, placed.work.collective.communicator].append(placed)
     return [
         {
             "kind": kind,
@@ -264,31 +268,6 @@ def _operators(step: Step) -> list[dict]:
     ]
 
 
-def _beside(collectives: list[dict], simulated: dict) -> tuple[int, int, list[str]]:
-    """Collectives that only the profile has, that only the plan has, and what to say of bytes."""
-    planned = {
-        (entry["kind"], entry["communicator"]): (entry["count"], entry["full_tensor_bytes"])
-        for entry in simulated["collectives"]
-    }
-    found = {
-        (entry["kind"], entry["communicator"]): (entry["count"], entry["full_tensor_bytes"]) for entry in collectives
-    }
-    beside = missing = 0
-    notes = []
-    for key in sorted(planned.keys() | found.keys()):
-        (count, bytes_), (expected, expected_bytes) = found.get(key, (0, 0)), planned.get(key, (0, 0))
-        beside += max(0, count - expected)
-        missing += max(0, expected - count)
-        if count == expected and bytes_ not in (0, expected_bytes):
-            beside, missing = beside + count, missing + count
-        if (count, bytes_) != (expected, expected_bytes) and not (count == expected and bytes_ == 0):
-            notes.append(
-                f"{key[0]} on {key[1]}: {count} of {bytes_} bytes in a step, the plan has {expected} of "
-                f"{expected_bytes}"
-            )
-    return beside, missing, notes
-
-
 def _memory(memory: Memory | None, simulated: dict, device_bytes: int) -> dict:
     if memory is None:
         zeros = dict.fromkeys(("peak_bytes", "steady_bytes", "context_bytes", "reserved_bytes", "cache_releases"), 0)
@@ -311,6 +290,9 @@ def _memory(memory: Memory | None, simulated: dict, device_bytes: int) -> dict:
 
 def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: dict, memory: Memory | None) -> dict:
     """others: of the job's other ranks."""
+    of_models = communicators.assign(profile, plan, simulated).of_models()
+    for other in others:
+        communicators.assign(other, plan, simulated)
     parts = Parts(profile, [entry["unit"] for entry in simulated["units"]])
     steps = steps_of(profile, parts)
     step = median_step(steps)
@@ -326,8 +308,12 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
             if begin < step.end_ns and end > step.begin_ns
         )
     )
-    collectives = _collectives(step, compute, simulated, plan)
-    beside, missing, notes = _beside(collectives, simulated)
+    collectives = _collectives(step, compute)
+    # A recording of the plan's own has segments as wholes.
+    hidden = of_models if profile.instructions else {}
+    more, missing, notes = beside.counted(collectives, beside.planned(simulated, hidden))
+    if hidden:
+        notes.append(f"{sum(count for count, _ in hidden.values())} collectives of the model are inside its segments")
     known = {entry["unit"] for entry in simulated["units"]}
     lost = [
         placed for placed in step.work if placed.part.phase in ("forward", "backward") and placed.part.unit not in known
@@ -346,7 +332,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
         "schema": "shardplan.report/1",
         "model": simulated["model"],
         "policy": simulated["policy"],
-        "cluster": simulated["cluster"],
+        "cluster": profile.device,
         **({"plan_digest": simulated["plan_digest"]} if simulated.get("plan_digest") else {}),
         "world_size": profile.world_size,
         "step_ns": step.duration_ns,
@@ -378,7 +364,7 @@ def report_of(profile: Profile, others: list[Profile], plan: dict, simulated: di
             "waiting_ns": waiting_ns,
             "unassigned_kernels": len(lost),
             "unassigned_ns": sum(placed.work.duration_ns for placed in lost),
-            "collectives_beside_plan": beside,
+            "collectives_beside_plan": more,
             "collectives_missing": missing,
             **profile.measured,
         },
