@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four CPU ranks under FSDP2 whose models have collectives of their own among pairs of ranks. One has all_to_alls as
-between experts, a gather, a group of a send and a receive, and a sum; the other tensor parallelism by DTensor. Their loop
-has one more, which no trace sees."""
+between experts, a gather, a group of a send and a receive, and a sum; the other tensor parallelism by DTensor. Their
+loop has one more, which no trace sees."""
 
 from __future__ import annotations
 
@@ -112,8 +112,7 @@ def _record(name: str, folder: str) -> None:
     model = MODELS[name]()
     for module in (*model.layers, model):
         fully_shard(module, mesh=_mesh("tp")["dp"] if name == "tensor_parallel" else None)
-    # A list of DTensors of several meshes cannot be stepped as one.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     profiler = torch.profiler
     with profiler.profile(
         activities=[profiler.ProfilerActivity.CPU],
