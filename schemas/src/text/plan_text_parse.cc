@@ -113,8 +113,8 @@ class TextToJson {
     field = json;
     if (keyword == "plan") {
       field = json.substr(1, json.size() - 2);  // its fields belong to the top level
-      for (const char* name : {"model", "policy", "digests", "known_faults", "world_size", "tokens_per_step", "ranks_per_batch",
-                               "mesh", "unmanaged", "passes", "steady_step"}) {
+      for (const char* name : {"model", "policy", "digests", "known_faults", "world_size", "tokens_per_step",
+                               "ranks_per_batch", "mesh", "unmanaged", "passes", "steady_step"}) {
         lines_[fmt::format("/{}", name)] = line_;
       }
     } else {

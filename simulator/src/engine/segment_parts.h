@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where collectives of the model cut a segment.
+// The parts that collectives of the model cut a segment into.
 #pragma once
 
 #include <cstdint>

@@ -42,7 +42,7 @@ enum class SpanGroup : std::uint8_t {
   kTrigger,
 };
 
-// Those of collectives stand in the order of their activities.
+// Groups of collectives stand in the order of their activities.
 SpanGroup GroupOf(CollectiveKind kind) {
   const auto activity = static_cast<std::size_t>(ActivityOf(kind));
   return static_cast<SpanGroup>(static_cast<std::size_t>(SpanGroup::kAllGather) + activity -

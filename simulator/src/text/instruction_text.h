@@ -12,7 +12,7 @@ namespace shardplan::internal {
 std::string TriggerText(const Plan& plan, const Trigger& trigger);
 // "all_gather layers.0", "forward layers.0" (a segment's name), "wait layers.0".
 std::string InstructionText(const Plan& plan, const Instruction& instruction);
-// What an entry of the instruction's segment is on a stream: a collective of the model on that of its
+// An entry of the instruction's segment on a stream: a collective of the model on that of its
 // communicator, or the wait of the compute stream for one. null: neither.
 const OperatorEvent* ModelCollectiveAt(const Plan& plan, const Instruction& instruction, std::int32_t entry);
 bool WaitsForModelCollective(const Plan& plan, const Instruction& instruction, StreamId stream,

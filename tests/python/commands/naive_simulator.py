@@ -426,7 +426,7 @@ class Costs:
         return self.of_all(kind, document.ref(instruction, "communicator"), document.bytes_of(whole))
 
     def of_all(self, kind, group, amount):
-        """Of all groups of the communicator at once: the slowest counts, the first among equals."""
+        """The cost of all groups of the communicator at once: the slowest counts, the first among equals."""
         ranks = self.document.plan["communicators"][group]["size"]
         if ranks == 1:
             return 0, (0, 0), "one rank"

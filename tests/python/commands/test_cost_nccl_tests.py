@@ -85,7 +85,8 @@ def run(kind, hosts, rows, named=True, groups=None, per_iteration=False, stamps=
     for size, out, within in rows:
         text += (
             f"{size:12d}  {size // 4:12d}  {'float':>8}  {redop:>6}  "
-            f"{0 if kind in ROOTED else -1:6d}{body(kind, ranks, size, out)}{tail}{body(kind, ranks, size, within, 'N/A')}{tail}"
+            f"{0 if kind in ROOTED else -1:6d}{body(kind, ranks, size, out)}{tail}"
+            f"{body(kind, ranks, size, within, 'N/A')}{tail}"
         )
         text += f"{'2026-11-28 03:04:05':>21}\n" if stamps else "\n"
     return (

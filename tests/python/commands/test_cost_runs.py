@@ -95,7 +95,6 @@ def test_a_bad_table_is_said_to_be_one(tmp_path, text, message):
 def test_cells_are_numbers_words_and_text(tmp_path):
     (run,) = table.read(str(written(tmp_path / "runs.csv", [ROW])))
     assert run.cells["n_layers"] == 24 and run.cells["activation_checkpointing"] is False and run.cells["model"] == "1b"
-    assert run.tokens == 2048 * 14
 
 
 def test_a_builder_is_asked_once_for_what_it_reads():

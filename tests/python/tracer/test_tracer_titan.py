@@ -24,7 +24,7 @@ MODELS = {
 BACKENDS = ("partial_dtensor", "spmd_types")
 CASES = [(model, degrees, backend) for model, all_degrees in MODELS.items() for degrees in all_degrees
          for backend in BACKENDS]
-# What each rank of tensor parallelism computes whole: low-rank projections of MLA, and gates where tokens are not cut.
+# Low-rank projections of MLA, and gates where tokens are not cut: each rank of tensor parallelism computes them whole.
 REPLICATED = ("attention.wq_a", "attention.wkv_a", "moe.router.gate")
 
 
@@ -43,6 +43,22 @@ def trace(tmp_path_factory):
         return json.loads(file.read_text())
 
     return of
+
+
+def test_a_compiled_loss_is_traced_as_written(trace, tmp_path):
+    file = tmp_path / "compiled.json"
+    words = ["tracer_titan:compiled_loss", "-q", "-o", file, "--batch", "2", "--seq", "512"]
+    done = warm.run(["-c", COMMAND, *words], cwd=HERE, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compiled, written = json.loads(file.read_text()), trace("llama3__debugmodel", "spmd_types", "tp4")
+    assert compiled["forwards"] == written["forwards"] and compiled["backwards"] == written["backwards"]
+
+
+def test_what_torchtitan_refuses_is_its_own_error(tmp_path):
+    words = ["tracer_titan:sdpa_context_parallel", "-q", "-o", tmp_path / "none.json", "--batch", "2", "--seq", "512"]
+    done = warm.run(["-c", COMMAND, *words], cwd=HERE, timeout=600)
+    assert done.returncode == 3
+    assert "spmd_types + CP is not supported with ScaledDotProductAttention" in done.stderr
 
 
 def size(degrees, dimension):

@@ -103,3 +103,12 @@ def __getattr__(name):
         return titan(family, flavor, backend, batch, seq, attention=attention, **options)
 
     return build
+
+
+def compiled_loss(batch, seq):
+    """compile.components is ["loss"]."""
+    return titan("llama3", "debugmodel", "spmd_types", batch, seq, tp=4, attention="flex", compiled_loss=True)
+
+
+def sdpa_context_parallel(batch, seq):
+    return titan("llama3", "debugmodel", "spmd_types", batch, seq, cp=4)

@@ -289,7 +289,7 @@ struct Trace {
   // Names of mesh dimensions along which all ranks work on one batch (tensor, pipeline parallelism). Along
   // others each has its own, or its own part of a sequence.
   std::vector<std::string> same_batch;
-  // Of the model's own collectives and of the dimensions that placements name.
+  // The groups of the model's own collectives, and the dimensions that placements name.
   std::vector<Communicator> communicators;
   std::vector<Module> modules;        // pre-order, children in registration order; modules[0] is the root
   std::vector<Parameter> parameters;  // named_parameters() order

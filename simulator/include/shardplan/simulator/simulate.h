@@ -35,7 +35,7 @@ struct Span {
   std::int32_t instruction = -1;  // index in the trigger; -1: the trigger itself
   Nanoseconds start_ns;
   Nanoseconds end_ns;
-  // Of a segment with collectives of the model: the first entry of the part that runs, or the collective.
+  // In a segment with collectives of the model: the first entry of the part that runs, or the collective.
   std::int32_t entry = -1;
   bool operator==(const Span&) const = default;
 };

@@ -25,7 +25,7 @@ _DEGREES = ("ep", "cp", "tp")
 
 
 def _mesh(row) -> DeviceMesh:
-    """Of a process group of as many ranks as the row has."""
+    """The mesh of a process group of as many ranks as the row has."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     ranks = row["gpus"]
@@ -48,10 +48,14 @@ def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch
     return turned.flatten(-2).type_as(x)
 
 
+def _head_dim(row) -> int:
+    return row.get("head_dim") or row["dim"] // row["n_heads"]
+
+
 class _Attention(nn.Module):
-    def __init__(self, dim: int, heads: int, kv_heads: int, context: DeviceMesh | None):
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, context: DeviceMesh | None):
         super().__init__()
-        self.head_dim, self.context = dim // heads, context
+        self.head_dim, self.context = head_dim, context
         self.q_proj = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
@@ -121,7 +125,7 @@ class _Block(nn.Module):
         dim = row["dim"]
         context, expert = (mesh[name] if mesh[name].size() > 1 else None for name in ("cp", "ep"))
         self.attention_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.attention = _Attention(dim, row["n_heads"], row["n_kv_heads"], context)
+        self.attention = _Attention(dim, row["n_heads"], row["n_kv_heads"], _head_dim(row), context)
         experts = row.get("experts") or 0
         if experts:
             self.mlp = _Experts(dim, row["ffn_hidden"], experts, row["top_k"], expert)
@@ -142,7 +146,7 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(dim)
         self.output_head = nn.Linear(dim, row["vocabulary"], bias=False)
         for name in ("cosine", "sine"):
-            table = torch.zeros(places, dim // row["n_heads"] // 2)
+            table = torch.zeros(places, _head_dim(row) // 2)
             self.register_buffer(name, table, persistent=False)
         self._tensor = mesh["tp"] if mesh["tp"].size() > 1 and not row.get("experts") else None
 
@@ -195,7 +199,7 @@ def _cut(model: Llama, mesh: DeviceMesh, parallel_loss: bool) -> None:
 
 def build(row):
     """The model of a row with gpus, dim, n_layers, n_heads, n_kv_heads, ffn_hidden, vocabulary, sequence; and tp, cp,
-    ep, experts, top_k, loss_parallel where it has them. Its input; its loss."""
+    ep, head_dim, experts, top_k, loss_parallel where it has them. Its input; its loss."""
     mesh = _mesh(row)
     parallel_loss = bool(row.get("loss_parallel")) and mesh["tp"].size() > 1 and not row.get("experts")
     with torch.device("meta"):

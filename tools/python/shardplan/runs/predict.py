@@ -42,7 +42,7 @@ class Stack:
     layers: int | None
     blocks: str
     parameters: int
-    ranks_per_batch: int  # that work on the same tokens
+    tokens: float  # of a micro-batch that are the rank's alone
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Traces:
             cells[_LAYERS] if _LAYERS in asked.answers else None,
             blocks,
             sum(math.prod(parameter["shape"]) for parameter in trace["parameters"]),
-            _ranks_per_batch(trace),
+            trace["tokens_per_batch"] / _ranks_per_batch(trace),
         )
         self.made.append((answers, stack))
         return stack
@@ -164,7 +164,8 @@ class Simulator:
         step_ns = self.step_ns(run, cluster)
         if step_ns <= 0:
             raise run.wrong("the step takes no time", f"0 ns on {cluster}", "a cluster that costs something")
-        return run.tokens * 1e9 / step_ns / self._traces.model(run).stacks[0].ranks_per_batch
+        tokens = self._traces.model(run).stacks[0].tokens * run.cells["micro_batches"]
+        return tokens * 1e9 / step_ns
 
     def cluster_path(self, name: str, ranks: int) -> tuple[str, str]:
         """The file of a cluster for so many ranks; why there is none, else ""."""

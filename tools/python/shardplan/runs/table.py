@@ -38,11 +38,6 @@ class Run:
     def tokens_per_second(self) -> float:
         return self.cells["tokens_per_second_per_gpu"]
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of one rank in one step."""
-        return self.cells["sequence"] * self.cells["micro_batch"] * self.cells["micro_batches"]
-
     def wrong(self, what: str, found: object, expected: str) -> BadTable:
         return wrong(self.path, self.line, what, found, expected)
 
