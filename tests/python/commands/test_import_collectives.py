@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from profiled_experts import RANKS, SCALARS, STEPS, TOKENS, record
+from profiled_parallel import MODELS, RANKS, SCALARS, STEPS, TOKENS, record
 
 sys.path.append(str(ROOT / "tests" / "python" / "adapter"))
 sys.path.append(str(ROOT / "tools" / "python"))
@@ -25,12 +25,10 @@ def facts(report):
     return [tuple(entry[f] for f in FACTS) for entry in report["collectives"]]
 
 
-@pytest.fixture(scope="module")
-def plan(shardplan, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("experts")
+def planned(shardplan, name, folder):
     here = pathlib.Path(__file__).resolve().parent
     trace = ("--batch", str(TOKENS), "--dtype", "float32", "-q", "-o", folder / "trace.json")
-    done = shardplan("trace", "profiled_experts:traced", *trace, cwd=str(here))
+    done = shardplan("trace", f"profiled_parallel:{name}", *trace, cwd=str(here))
     assert done.returncode == 0, done.stderr
     made = ("--cluster", "h100_sxm_8", "--ranks", str(RANKS), "--unit", "layers.*", "--optimizer", "adamw", "-q")
     done = shardplan("plan", folder / "trace.json", *made, "-o", folder / "plan.json")
@@ -38,19 +36,35 @@ def plan(shardplan, tmp_path_factory):
     return folder / "plan.json"
 
 
-@pytest.fixture(scope="module")
-def simulated(shardplan, plan):
+def simulated_of(shardplan, plan):
     return json.loads(shardplan("simulate", plan, "--report", "-", "-q").stdout)
 
 
 @pytest.fixture(scope="module")
-def profiles(tmp_path_factory):
+def plan(shardplan, tmp_path_factory):
+    return planned(shardplan, "expert_parallel", tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def simulated(shardplan, plan):
+    return simulated_of(shardplan, plan)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
     from adapter_workers import run_on_ranks
 
     folder = tmp_path_factory.mktemp("recorded")
+    for name in MODELS:
+        (folder / name).mkdir()
     outcomes = run_on_ranks(RANKS, folder / "ranks", record, str(folder))
     assert all(outcome and outcome[0] == "returned" for outcome in outcomes), outcomes
-    return sorted(folder.glob("rank*.json.gz"))
+    return {name: sorted((folder / name).glob("rank*.json.gz")) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def profiles(recorded):
+    return recorded["expert_parallel"]
 
 
 @pytest.fixture
@@ -81,6 +95,14 @@ def test_collectives_of_the_model_are_the_plans(plan, simulated, profiles, impor
     times = {entry["activity"]: entry["time_ns"] for entry in report["activities"]}
     assert times["all_to_all"] > 0 and times["send_recv"] > 0 and times["other_collective"] > 0
     assert sum(times.values()) == report["step_ns"]
+
+
+def test_collectives_of_tensor_parallelism_are_the_plans(shardplan, recorded, imported, tmp_path):
+    plan = planned(shardplan, "tensor_parallel", tmp_path)
+    simulated = simulated_of(shardplan, plan)
+    report = imported(*recorded["tensor_parallel"], "--plan", plan)
+    assert ("all_reduce", "tp") in {row[:2] for row in facts(simulated)}
+    assert facts(report) == sorted([*facts(simulated), OF_LOOP])
 
 
 def test_compare_pairs_them(plan, profiles, shardplan, imported, tmp_path):
@@ -293,8 +315,8 @@ def test_collectives_that_a_recording_cannot_have_are_not_missing():
     expected = beside.planned({"collectives": rows}, {("all_reduce", "tp"): (3, 300)})
     assert expected == {("all_reduce", "tp"): (1, 50), ("all_gather", "shard"): (2, 8)}
     assert beside.planned({"collectives": rows}, {("all_reduce", "tp"): (4, 350)}) == {("all_gather", "shard"): (2, 8)}
-    seen = [row("all_gather", "shard", 2, 8), row("broadcast", "a group of 8 ranks", 1, 4)]
-    assert beside.counted(seen, expected) == (
+    found = [row("all_gather", "shard", 2, 8), row("broadcast", "a group of 8 ranks", 1, 4)]
+    assert beside.counted(found, expected) == (
         1, 1, ["all_reduce on tp: 0 of 0 bytes in a step, the plan has 1 of 50",
                "broadcast on a group of 8 ranks: 1 of 4 bytes in a step, the plan has 0 of 0"],
     )  # fmt: skip

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four CPU ranks under FSDP2 whose model has collectives of its own among pairs of ranks: all_to_alls as between
-experts, a gather, a group of a send and a receive, and a sum. Their loop has one more, which no trace sees."""
+"""Four CPU ranks under FSDP2 whose models have collectives of their own among pairs of ranks. One has all_to_alls as
+between experts, a gather, a group of a send and a receive, and a sum; the other tensor parallelism by DTensor. Their
+loop has one more, which no trace sees."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 RANKS, PAIR, WIDTH, TOKENS, STEPS = 4, 2, 32, 16, 2
 SCALARS = 3  # of the loop's broadcast
 
 
-def _pairs():
-    return init_device_mesh("cpu", (RANKS // PAIR, PAIR), mesh_dim_names=("dp", "ep"))["ep"].get_group()
+def _mesh(inner):
+    return init_device_mesh("cpu", (RANKS // PAIR, PAIR), mesh_dim_names=("dp", inner))
 
 
 class Experts(nn.Module):
@@ -30,10 +32,10 @@ class Experts(nn.Module):
         return x + self.down(back)
 
 
-class Model(nn.Module):
+class ExpertParallel(nn.Module):
     def __init__(self):
         super().__init__()
-        self.group = _pairs()
+        self.group = _mesh("ep")["ep"].get_group()
         self.layers = nn.ModuleList(Experts(self.group) for _ in range(2))
         self.head = nn.Linear(WIDTH, 8)
 
@@ -53,23 +55,63 @@ class Model(nn.Module):
         dist.all_reduce(mean, group=self.group)
 
 
-def traced(batch):
-    """For `shardplan trace profiled_experts:traced`."""
+class Columns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class TensorParallel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Columns() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 8)
+        for layer in self.layers:
+            parallelize_module(layer, _mesh("tp")["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+MODELS = {"expert_parallel": ExpertParallel, "tensor_parallel": TensorParallel}
+
+
+def _traced(name, batch):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    return Model(), torch.zeros(batch, WIDTH)
+    return MODELS[name](), torch.zeros(batch, WIDTH)
+
+
+def expert_parallel(batch):
+    """For `shardplan trace profiled_parallel:expert_parallel`."""
+    return _traced("expert_parallel", batch)
+
+
+def tensor_parallel(batch):
+    return _traced("tensor_parallel", batch)
 
 
 def record(folder: str) -> None:
-    """On a rank: writes rankN.json.gz, STEPS steps after a warm one."""
+    """On a rank: writes NAME/rankN.json.gz of each model."""
+    for name in MODELS:
+        _record(name, f"{folder}/{name}")
+
+
+def _record(name: str, folder: str) -> None:
+    """STEPS steps after a warm one."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(3)
-    model = Model()
+    model = MODELS[name]()
     for module in (*model.layers, model):
-        fully_shard(module)
+        fully_shard(module, mesh=_mesh("tp")["dp"] if name == "tensor_parallel" else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     profiler = torch.profiler
     with profiler.profile(
