@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/collective_kinds.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/simulator/simulate.h"
 #include "tests/executor/virtual/plan_cases.h"
@@ -56,7 +57,7 @@ void AddModelCollectives(std::uint64_t seed, Plan& plan) {
       if (below(4) > 0) continue;
       OperatorEvent op{.name = "c10d.own"};
       if (below(4) == 0) op.duration_ns = Nanoseconds{static_cast<std::int64_t>(below(9'000))};
-      op.collective = ModelCollective{.kind = static_cast<CollectiveKind>(below(3)),
+      op.collective = ModelCollective{.kind = static_cast<CollectiveKind>(below(kCollectiveKindCount)),
                                       .communicator = below(5) == 0 ? 0 : own,
                                       .size_bytes = Bytes{static_cast<std::int64_t>(below(90'000))}};
       if (below(2) == 0) issued.push_back(op.collective->work = work++);

@@ -23,6 +23,7 @@ COPIES = {
     "grad_accumulate", "copy_to_host", "copy_to_device",
 }
 COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce"}
+CHAINS, EXCHANGES, TRANSFERS = ("broadcast", "reduce"), ("all_to_all", "gather", "scatter"), ("send", "recv")
 # Data, not code.
 CLASSES = json.loads(
     (
@@ -507,8 +508,28 @@ class Costs:
             roads.append((protocol["name"], of[0]["latency_ns"] if inside else usual[1], of[1]["latency_ns"], *part))
         return roads
 
+    def direct(self, kind, ranks, nodes, fewest, most, beyond_pod):
+        """The rates of exchanges and transfers of whole tensors over both links, as roads are written."""
+        links = self.cluster["links"]
+        outer = links[1] if nodes > 1 else None
+        beyond = outer.get("beyond_pod_rate_ppm", MILLION) if outer and beyond_pod else MILLION
+        own = max(1, nearest(Fraction(outer["bytes_per_second"] * beyond, MILLION))) if outer else None
+        inner_ns, outer_ns = links[0].get("latency_ns", 0), outer.get("latency_ns", 0) if outer else 0
+        if kind in ("send", "recv"):
+            return "", inner_ns, outer_ns, None if outer else links[0]["bytes_per_second"], own
+        inside = up(Fraction(links[0]["bytes_per_second"] * ranks, most - 1)) if most > 1 else None
+        return "", inner_ns, outer_ns, inside, up(Fraction(own * ranks, ranks - fewest)) if outer else None
+
     def modelled(self, kind, ranks, amount, nodes, fewest, most, beyond_pod):
         links = self.cluster["links"]
+        if kind in EXCHANGES + TRANSFERS:
+            narrow = links[1 if nodes > 1 else 0]
+            base = max(used.get("base_latency_ns", 0) for used in links[: 2 if nodes > 1 else 1])
+            road = self.direct(kind, ranks, nodes, fewest, most, beyond_pod)
+            rate = min(r for r in road[3:] if r is not None)
+            steps = (1 - (nodes > 1), int(nodes > 1)) if kind in TRANSFERS else (most - 1, nodes - 1)
+            time = steps[0] * road[1] + steps[1] * road[2] + time_at(amount, rate)
+            return base + time, loads_of(road), f"alpha-beta {narrow['name']}"
         narrow = links[1 if nodes > 1 else 0]
         base = max(used.get("base_latency_ns", 0) for used in links[: 2 if nodes > 1 else 1])
         algorithms = narrow.get("algorithms", [])
@@ -518,13 +539,14 @@ class Costs:
         for protocol, inner_ns, outer_ns, inner, outer in self.roads(nodes, fewest, most, beyond_pod):
             rate = min(r for r in (inner, outer) if r is not None)
             twice = 2 if kind == "all_reduce" else 1
-            ways = [("", twice * (inner_ns * (ranks - nodes) + outer_ns * (nodes - 1) + time_at(sent, rate)))]
+            moved = amount if kind in CHAINS else sent
+            ways = [("", twice * (inner_ns * (ranks - nodes) + outer_ns * (nodes - 1) + time_at(moved, rate)))]
             part = lambda whole, ppm: max(1, nearest(Fraction(whole * ppm, MILLION)))  # noqa: E731
             if kind == "all_reduce" and "tree" in algorithms:
                 ways.append(
                     ("tree", 2 * (inner_ns * (most - 1) + outer_ns * levels + time_at(amount, part(rate, 900_000))))
                 )
-            if kind != "all_reduce" and nodes > 1 and most == 1 and "pat" in algorithms:
+            if kind in ("all_gather", "reduce_scatter") and nodes > 1 and most == 1 and "pat" in algorithms:
                 ways.append(
                     (
                         "pat",
@@ -1116,7 +1138,10 @@ class Machine:
                 ("0123"["forward backward optimizer".split().index(self.phases[item.phase])], self.phases[item.phase])
             )
         doing += [("4", "copies") for _ in self.works("copy")]
-        doing += [("5" + item.kind.replace("all_reduce", "z"), item.kind) for item in self.works("collective")]
+        names = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv", "other_collective"]
+        for item in self.works("collective"):
+            name = "send_recv" if item.kind in TRANSFERS else item.kind if item.kind in names else names[-1]
+            doing.append((f"5{names.index(name)}", name))
         doing += [
             ("6", "host_link")
             for entry in self.active.values()
