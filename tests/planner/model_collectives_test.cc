@@ -136,6 +136,14 @@ TEST(MeshOfTrace, AsksWhereTheTraceDoesNotSay) {
   EXPECT_EQ(ErrorOf(trace, given, 8), "");
 }
 
+TEST(MeshOfTrace, ADimensionOfOneRankIsInNoMesh) {
+  Trace trace = Communicating({{"tp", 2, 1}, {"ep", 1, 1}}, 2);
+  Place(trace, "tp", 2);
+  Place(trace, "ep", 1, "layers.1");
+  trace.same_batch = {"tp"};
+  EXPECT_EQ(Planned(trace, {}, 8).mesh, (std::vector<StrategyMeshDim>{{"shard", 4}, {"tp", 2}}));
+}
+
 TEST(MeshOfTrace, DimensionsThatOverlapAreRefused) {
   Trace trace = Communicating({{"tp", 2, 1}, {"ep", 4, 1}}, 4);
   Place(trace, "tp", 2, "layers.0");

@@ -20,7 +20,9 @@ Result<Plan> PlanFor(const MemoryInput& input, const Trace& trace) {
   if (!strategy) return std::unexpected(strategy.error());
   if (Status made = ApplyTraceFlags(input.flags, trace, input.path, strategy->strategy); !made)
     return std::unexpected(made.error());
-  Result<ChosenCluster> chosen = ChooseCluster(input.cluster, strategy->strategy, {.name = "memory only"});
+  ClusterFlags flags = input.cluster;
+  flags.traced_ranks = trace.world_size;
+  Result<ChosenCluster> chosen = ChooseCluster(flags, strategy->strategy, {.name = "memory only"});
   if (!chosen) return std::unexpected(chosen.error());
   // Policies that are built in make plans that verify.
   const PlanOptions options{.verify = strategy->library.has_value()};

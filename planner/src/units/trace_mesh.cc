@@ -25,6 +25,7 @@ Result<std::vector<PlacedDim>> PlacedDims(const Trace& trace) {
   for (std::size_t p = 0; p < trace.parameters.size(); ++p) {
     for (std::size_t k = 0; k < trace.parameters[p].placements.size(); ++k) {
       const ParameterPlacement& placement = trace.parameters[p].placements[k];
+      if (placement.size == 1) continue;
       if (std::ranges::find(dims, placement.mesh_dim, &PlacedDim::name) != dims.end()) continue;
       const auto lies = std::ranges::find(trace.communicators, placement.mesh_dim, &Communicator::name);
       if (lies == trace.communicators.end() || lies->size != placement.size || !lies->dims.empty()) {

@@ -149,7 +149,8 @@ Status UnitCommunicators::SetCommunicators(const std::string& pointer, UnitChoic
   }
   for (const UnitParameter& parameter : unit.parameters) {
     for (const ParameterPlacement& placement : parameter.placements) {
-      if (placement.grad_partial && parameter.requires_grad) GroupOfDim(placement.mesh_dim, partition);
+      if (placement.grad_partial && parameter.requires_grad && placement.size > 1)
+        GroupOfDim(placement.mesh_dim, partition);
     }
   }
   if (Status s = SetHook(pointer, choice, partition); !s) return s;

@@ -75,6 +75,7 @@ class ParameterKnobs {
   // A DTensor of tensor or expert parallelism: FSDP shards what the rank has of it.
   Status CheckPlacements(const UnitParameter& parameter) const {
     for (const ParameterPlacement& placement : parameter.placements) {
+      if (placement.size == 1) continue;  // one rank: no mesh needs to have it
       const auto own = [&](const std::vector<std::string>& dims) {
         return std::ranges::find(dims, placement.mesh_dim) != dims.end();
       };

@@ -33,16 +33,27 @@ def trace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("titan")
 
     @functools.cache
-    def of(model, backend, degrees):
-        file = folder / f"{model}{backend}{degrees}.json"
+    def of(model, backend, degrees, attention="flex"):
+        file = folder / f"{model}{backend}{degrees}{attention}.json"
         routing = [] if MODELS[model] is DENSE else ["--routing", "balanced"]
-        name = f"tracer_titan:{model}__{backend}__{degrees}__flex"
+        name = f"tracer_titan:{model}__{backend}__{degrees}__{attention}"
         words = [name, "-q", "-o", file, "--batch", "2", "--seq", "512", *routing]
         done = warm.run(["-c", COMMAND, *words], cwd=HERE, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(file.read_text())
 
     return of
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_varlen_attention_is_one_kernel_each_way(backend, trace):
+    """Its masks read values, so that the model is built on the CPU; FlashAttention 3 is not installed."""
+    packed, dense = (trace("llama3__debugmodel", backend, "tp2", attention) for attention in ("varlen", "sdpa"))
+    assert sum(flops_by_module(packed).values()) == sum(flops_by_module(dense).values()) > 0
+    names = [e[1] for kind in ("forwards", "backwards") for p in packed[kind] for e in p["events"] if e[0] == "op"]
+    layers = sum(module["class_name"] == "VarlenAttention" for module in packed["modules"])
+    assert layers > 0
+    assert names.count("torch_attn._varlen_attn") == names.count("torch_attn._varlen_attn_backward") == layers
 
 
 def test_a_compiled_loss_is_traced_as_written(trace, tmp_path):

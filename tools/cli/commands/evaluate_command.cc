@@ -115,8 +115,9 @@ class Evaluator {
     if (Status made = ApplyTraceFlags(question.flags, *trace_, trace_path_, strategy->strategy); !made)
       return std::unexpected(made.error());
     const ReadClusterFunction read = [this](const std::string& path) { return Read(path); };
-    Result<ChosenCluster> chosen =
-        ChooseClusterOrDefault(question.cluster, strategy->strategy, question.strategy, read);
+    ClusterFlags flags = question.cluster;
+    flags.traced_ranks = trace_->world_size;
+    Result<ChosenCluster> chosen = ChooseClusterOrDefault(flags, strategy->strategy, question.strategy, read);
     if (!chosen) return std::unexpected(std::move(chosen.error()));
     const std::string same = fmt::format("{}\n{}\n{}", ToJson(strategy->strategy),
                                          question.flags.own_policy.library, fmt::join(question.skip, "\n"));

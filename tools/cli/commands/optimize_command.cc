@@ -252,7 +252,9 @@ Status RunOptimize(const OptimizeArguments& arguments) {
     return BadFlag("--policy-library", arguments.flags.own_policy.library, "a policy that is built in");
   const Strategy* strategy = &given->strategy;
   if (Status s = CheckExpressible(arguments, *strategy, traces.front()); !s) return s;
-  Result<ChosenCluster> chosen = ChooseClusterOrDefault(arguments.cluster, *strategy, arguments.strategy);
+  ClusterFlags cluster_flags = arguments.cluster;
+  cluster_flags.traced_ranks = traces.front().world_size;
+  Result<ChosenCluster> chosen = ChooseClusterOrDefault(cluster_flags, *strategy, arguments.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));
   if (!chosen->note.empty()) Progress(arguments.quiet, chosen->note);
   Result<OptimizeOptions> options = OptionsOf(arguments, chosen->cluster);

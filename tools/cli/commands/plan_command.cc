@@ -137,6 +137,7 @@ Status RunPlan(PlanArguments options) {
   if (!given) return std::unexpected(given.error());
   if (Status made = ApplyTraceFlags(options.flags, *trace, options.trace, given->strategy); !made)
     return made;
+  options.cluster.traced_ranks = trace->world_size;
   Result<ChosenCluster> chosen = ChooseClusterOrDefault(options.cluster, given->strategy, options.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));
   if (!chosen->note.empty()) Progress(options.quiet, chosen->note);

@@ -34,14 +34,18 @@ std::string MeshText(const Strategy& strategy) {
 void AddClusterFlags(CLI::App& command, ClusterFlags& flags, const std::string& cluster_words) {
   AddFile(command, "--cluster", flags.cluster, cluster_words, "FILE|NAME");
   command
-      .add_option("--ranks", flags.ranks,
-                  "Of a trace: for how many ranks, so many devices of the cluster (default: the mesh's, the "
-                  "cluster's)")
+      .add_option(
+          "--ranks", flags.ranks,
+          "Of a trace: for how many ranks, so many devices of the cluster (default: the mesh's, those of "
+          "a traced process group, the cluster's)")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30));
 }
 
 std::int64_t WantedRanks(const ClusterFlags& flags, const Strategy& strategy) {
-  return flags.ranks > 0 ? flags.ranks : RanksOfMesh(strategy);
+  if (flags.ranks > 0) return flags.ranks;
+  const std::int64_t in_mesh = RanksOfMesh(strategy);
+  if (in_mesh > 0 || !strategy.mesh.empty()) return in_mesh;
+  return flags.traced_ranks > 1 ? flags.traced_ranks : 0;
 }
 
 Result<Cluster> WithRanks(Cluster cluster, std::int64_t ranks) {
@@ -68,12 +72,12 @@ Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& s
               .expected = fmt::format("{}, the ranks of the mesh {}", in_mesh, MeshText(strategy))});
   }
   const std::int64_t ranks = WantedRanks(flags, strategy);
+  const char* from = flags.ranks > 0 ? "--ranks" : in_mesh > 0 ? "the mesh" : "the trace";
   if (flags.cluster.empty()) {
     const std::string name = otherwise.name;
     Result<Cluster> cluster = std::move(otherwise);
     if (ranks > 0) cluster = WithRanks(std::move(*cluster), ranks);
     if (!cluster) return std::unexpected(std::move(cluster.error()));
-    const char* from = flags.ranks > 0 ? "--ranks" : "the mesh";
     std::string note =
         ranks > 0
             ? fmt::format("no --cluster is given: devices of {}, {} ranks as {} says", name, ranks, from)
@@ -92,8 +96,7 @@ Result<ChosenCluster> ChooseCluster(const ClusterFlags& flags, const Strategy& s
     const std::int64_t own = found->ranks;
     std::string note;
     if (own != ranks)
-      note = fmt::format("{} has {} ranks: {} of its devices, as {} says", found->name, own, ranks,
-                         flags.ranks > 0 ? "--ranks" : "the mesh");
+      note = fmt::format("{} has {} ranks: {} of its devices, as {} says", found->name, own, ranks, from);
     Result<Cluster> resized = WithRanks(std::move(*found), ranks);
     if (!resized) {
       resized.error().file = flags.cluster;

@@ -14,8 +14,9 @@
 namespace shardplan::cli {
 
 struct ClusterFlags {
-  std::string cluster;     // a file, the name of a shipped one or of a device; "": not given
-  std::int64_t ranks = 0;  // 0: not given
+  std::string cluster;            // a file, the name of a shipped one or of a device; "": not given
+  std::int64_t ranks = 0;         // 0: not given
+  std::int64_t traced_ranks = 1;  // of the job that was traced; 1: the trace is of no distributed one
 };
 
 // --cluster and --ranks.
@@ -26,7 +27,7 @@ struct ChosenCluster {
   std::string note;  // what was not said and therefore assumed; "": nothing
 };
 
-// The ranks of --ranks, else those of the mesh; 0: neither.
+// The ranks of --ranks, else those of the mesh, else of the traced job; 0: none of them.
 std::int64_t WantedRanks(const ClusterFlags& flags, const Strategy& strategy);
 
 // Cluster documents by path.

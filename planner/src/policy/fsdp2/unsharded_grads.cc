@@ -74,7 +74,7 @@ std::vector<BufferId> UnshardedGrads::ReducePartialGrads(std::set<std::int32_t>&
   for (const std::int32_t p : std::set(grads)) {
     BufferId grad = -1;
     for (const ParameterPlacement& placement : scope_.unit().parameters[p].placements) {
-      if (!placement.grad_partial) continue;
+      if (!placement.grad_partial || placement.size == 1) continue;
       const CommunicatorId communicator = scope_.partition().mesh_groups.at(placement.mesh_dim);
       if (communicator < 0) continue;
       if (grad < 0) grad = GradBuffer({p}, accumulated);

@@ -75,7 +75,10 @@ def build(function: Callable, source: str, batch: int, seq: int) -> Example:
                     return _call(function, source, batch, seq)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 with unset_fake_temporarily(), CudaIsCpu():
-                    return _call(function, source, batch, seq)
+                    made = _call(function, source, batch, seq)
+                if isinstance(made, tuple) and len(made) == 3:
+                    _captured_on_device(made[2])
+                return made
             except Exception:
                 if left_out or "transformers" not in sys.modules:
                     raise
@@ -88,6 +91,14 @@ def build(function: Callable, source: str, batch: int, seq: int) -> Example:
             f'calling "{source}" failed: {type(error).__name__}: {one_line(error)}{place(error, None)}'
         ) from error
     return _example(made, source, batch, seq)
+
+
+def _captured_on_device(loss) -> None:
+    """The tensors that a loss captured on the CPU because everything was built there: its labels."""
+    for cell in getattr(loss, "__closure__", None) or ():
+        value = cell.cell_contents
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() > 0:
+            cell.cell_contents = on_fake_cuda(value)
 
 
 def _example(made, source: str, batch: int, seq: int) -> Example:

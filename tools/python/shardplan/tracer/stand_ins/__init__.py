@@ -39,6 +39,13 @@ SHIPPED: dict[str, Callable] = {
     "fla.ops.kda.chunk_kda": fla.chunk_kda,
 }
 
+def _nothing(*_arguments, **_options) -> None:
+    pass
+
+
+# They ask for the kernels of a package that a trace does not need: the operators in front of them are torch's own.
+_SETTINGS = ("torch.nn.attention.activate_flash_attention_impl",)
+
 # Functions for generation that models import beside those, of libraries that are not here. No training step calls them.
 _FOR_GENERATION = (
     "causal_conv1d.causal_conv1d_update",
@@ -177,6 +184,9 @@ def standing_in(own: dict[str, Callable | None]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for name, function in table.items():
                 stack.enter_context(_replaced(name, function, required=name in own))
+            for name in _SETTINGS:
+                if name not in table:
+                    stack.enter_context(_replaced(name, _nothing, required=False))
             for name in _FOR_GENERATION:
                 if name not in table and _owner(name, required=False)[0] is None:
                     table[name] = _refused(name)
