@@ -319,6 +319,19 @@ def test_a_parameter_behind_a_collective_without_a_gradient_gets_none(tmp_path):
     assert all(event[0] != "param_grad" for event in trace["backwards"][0]["events"])
 
 
+def test_compiled_blocks_communicate(tmp_path):
+    done = run("compiled_exchanges", tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr  # Dynamo compiles the model and not the recorder
+    names = [event[1] for event in operators(json.loads((tmp_path / "compiled_exchanges.json").read_text()))]
+    assert names.count("c10d.allreduce_") == 3
+
+
+def test_a_model_that_is_sharded_already_is_an_error(tmp_path):
+    done = run("sharded", tmp_path)
+    assert done.returncode == 3
+    assert "layers.1 is under fully_shard already: trace the model without it" in done.stderr
+
+
 def test_a_collective_that_nobody_knows_is_an_error_with_its_place(tmp_path):
     done = run("novel_collective", tmp_path)
     assert done.returncode == 3

@@ -3,6 +3,7 @@
 own: a process group and DTensor's caches outlive a model."""
 
 import contextlib
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -253,6 +254,36 @@ class Communicating(nn.Module):
 
     def forward(self, x):
         return self.door(self.linear(x))
+
+
+class Summing(Block):
+    def forward(self, x):
+        y = super().forward(x).detach()
+        dist.all_reduce(y)
+        return x + y
+
+
+GONE = []
+
+
+def compiled_exchanges(batch):
+    """A collective that Dynamo breaks the graph at. Among all objects there is a proxy of one that is gone."""
+    join()
+    torch._dynamo.config.recompile_limit = 2
+    model = nn.Sequential(*(Summing() for _ in range(3)), nn.Linear(16, 16))
+    for block in model[:3]:
+        block.compile(backend="aot_eager")
+    GONE.append(weakref.proxy(nn.Identity()))
+    return model, torch.zeros(batch, 16)
+
+
+def sharded(batch):
+    from torch.distributed.fsdp import fully_shard
+
+    join()
+    model = Blocks()
+    fully_shard(model.layers[1], mesh=init_device_mesh("cuda", (TP,), mesh_dim_names=("dp",)))
+    return model, torch.zeros(batch, 16)
 
 
 def gathers_without_gradient(batch):

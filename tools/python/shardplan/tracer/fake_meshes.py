@@ -26,7 +26,8 @@ _made: list[DeviceMesh] = []  # inside of fake_meshes: a builder need not keep i
 def known_meshes() -> list[DeviceMesh]:
     """Meshes made inside of fake_meshes, or there before. Meshes with named dimensions come first, and the more
     dimensions a mesh has, the earlier."""
-    there = [thing for thing in gc.get_objects() if isinstance(thing, DeviceMesh)]
+    # isinstance would ask a dead weakref.proxy, which raises, and lazy modules, which import.
+    there = [thing for thing in gc.get_objects() if issubclass(type(thing), DeviceMesh)]
     different = {id(mesh): mesh for mesh in (*_made, *there)}
     return sorted(
         different.values(), key=lambda mesh: (mesh.mesh_dim_names is None, -mesh.ndim, mesh.mesh_dim_names or ())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import sys
+import types
 import weakref
 
 import torch
@@ -110,6 +111,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.exchanges = Exchanges(communicators or Communicators())
         self._compiles = compiles
+        if compiles:  # Dynamo would compile what records, wherever it breaks a graph
+            self.__torch_dispatch__ = types.MethodType(torch._disable_dynamo(Recorder.__torch_dispatch__), self)
         self._random_state = _place_of_random_state(kernels_of)
         self.answers = answers or Answers()
         self.answers.restart()
@@ -154,7 +157,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in it; the wrapper would cost two frames per operator
+        return False  # see __init__; the wrapper would cost two frames per operator
 
     def ignore_compile_internals(self) -> bool:
         return self._compiles

@@ -164,6 +164,9 @@ def trace_groups(
         return _trace_groups(module, groups, loss, type(module).__name__, options, Progress())
 
 
+_SHARDED = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel"}  # torch's classes
+
+
 def _compute_dtype(module: nn.Module, wanted: str | None) -> torch.dtype:
     if wanted is not None:
         return DTYPES[wanted]
@@ -194,6 +197,17 @@ def _trace_example(example: sources.Example, source: str, options: Options, prog
     return _trace_groups(example.module, groups, example.loss, source, options, progress)
 
 
+def _refuse_sharded(module: nn.Module) -> None:
+    """A trace is of the model that a plan shards."""
+    for fqn, inner in module.named_modules():
+        for kind in type(inner).__mro__:
+            if kind.__name__ in _SHARDED and kind.__module__.startswith("torch.distributed.fsdp"):
+                raise TracerError(
+                    f"{fqn or 'the model'} is under {_SHARDED[kind.__name__]} already: trace the model without it "
+                    "(`shardplan plan` shards it)"
+                )
+
+
 def _trace_groups(
     module: nn.Module,
     groups: list[record.Group],
@@ -202,6 +216,7 @@ def _trace_groups(
     options: Options,
     progress: Progress,
 ) -> dict:
+    _refuse_sharded(module)
     dtype = _compute_dtype(module, options.dtype)
     tree = _tree(module, dtype, options)
     if options.evaluation:
