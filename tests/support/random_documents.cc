@@ -206,6 +206,7 @@ class MemoryRepair {
         const CollectiveKind kind = op->collective->kind;
         const bool transfers = kind == CollectiveKind::kSend || kind == CollectiveKind::kReceive;
         op->collective->peer = transfers ? 1 : -1;
+        op->collective->busiest_ppm = 1 + op->collective->busiest_ppm % 1'000'000;
         works_.insert(op->collective->work);
       }
     } else if (const auto* wait = std::get_if<CollectiveWaitEvent>(&event)) {

@@ -367,6 +367,12 @@ class PassesCheck {
   Status CheckCollective(const ModelCollective& collective) {
     if (collective.work >= 0) works_.insert(collective.work);
     const std::int64_t size = trace_.communicators[static_cast<std::size_t>(collective.communicator)].size;
+    const std::int64_t most_ppm = collective.kind == CollectiveKind::kAllToAll ? size * 1'000'000 : 1'000'000;
+    if (collective.busiest_ppm > most_ppm) {
+      return MakeInputError(At("/11/busiest_ppm"),
+                            "the busiest rank of an all_to_all moves no more than all of them",
+                            fmt::format("{}", collective.busiest_ppm), fmt::format("at most {}", most_ppm));
+    }
     const bool transfers = DescriptionOf(collective.kind).movement == CollectiveMovement::kTransfer;
     if (transfers ? collective.peer >= 1 && collective.peer < size : collective.peer < 0) return {};
     return MakeInputError(At("/11/peer"), "a send and a receive say to whom, and nothing else does",

@@ -75,10 +75,14 @@ bool Divides(const Communicator& communicator, std::int64_t ranks) {
   std::vector<CommunicatorDim> dims = communicator.dims;
   if (dims.empty()) dims.push_back({communicator.size, communicator.stride});
   std::int64_t rest = communicator.size;
+  std::int64_t above = 0;  // stride of the digit before, which is more significant
   for (const auto& [size, stride] : dims) {
     // No product: what a broken plan says may be too large for one.
     if (size < 1 || stride < 1 || ranks % size != 0 || ranks / size % stride != 0 || rest % size != 0)
       return false;
+    // Both divide the ranks, so that the product is none too large.
+    if (above > 0 && above % (size * stride) != 0) return false;
+    above = stride;
     rest /= size;
   }
   return rest == 1 && dims.back().stride == communicator.stride;

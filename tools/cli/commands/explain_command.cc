@@ -41,8 +41,11 @@ struct UnitWork {
   Bytes whole_bytes;
   Nanoseconds gather_ns, part_ns, reduce_ns, all_reduce_ns;
   Nanoseconds exposed_ns;
+  std::int64_t ranks = 1;  // that it is sharded over
   // Alike in words: what waits for it may differ.
-  auto Kind() const { return std::tuple(modules, gathers, parts, reductions, all_reductions, whole_bytes); }
+  auto Kind() const {
+    return std::tuple(modules, gathers, parts, reductions, all_reductions, whole_bytes, ranks);
+  }
 };
 
 // Collectives that the model issues itself, of one kind on one communicator.
@@ -116,6 +119,8 @@ Result<PlanWork> WorkOf(const Plan& plan) {
   for (std::size_t u = 0; u < works.size(); ++u) {
     works[u].modules = static_cast<std::int64_t>(plan.units[u].modules.size());
     works[u].exposed_ns = run->unit_exposed_ns[u];
+    const CommunicatorId shards = plan.units[u].shard_communicator;
+    if (shards >= 0) works[u].ranks = plan.communicators[static_cast<std::size_t>(shards)].size;
     for (const UnitParameter& parameter : plan.units[u].parameters) {
       works[u].whole_bytes.value += Numel(parameter) * SizeBytes(ComputeDType(plan.units[u], parameter));
     }
@@ -157,7 +162,9 @@ std::string UnitsText(const Plan& plan, const std::vector<UnitWork>& works) {
       // Over a mesh without a dimension that shards, the gradients are all-reduced alone.
       text += work.gathers == 0 && work.parts == 0
                   ? "  whole on every rank, never gathered"
-                  : "  gathered from all ranks " + Times(work.gathers, work.gather_ns);
+                  : fmt::format("  gathered from {} ranks {}",
+                                work.ranks == plan.world_size ? "all" : std::to_string(work.ranks),
+                                Times(work.gathers, work.gather_ns));
       if (work.parts > 0) text += ", from a part of them " + Times(work.parts, work.part_ns);
       text += ReductionText(work) + "\n";
     }
