@@ -201,6 +201,8 @@ EXPECTED = {
         functional("batch_p2p_ops", "recv", WHOLE, 0, WHOLE, (0, 1), peer=3, batch=0, work=1),
     ],
     "asynchronous": [c10d("allreduce_", *ALL_REDUCE, work=0), ["wait", 0]],
+    "waited_for_by_its_future": [c10d("allreduce_", *ALL_REDUCE, work=0), ["wait", 0]],
+    "polled": [c10d("allreduce_", *ALL_REDUCE)],
     "functional_used_later": [functional("all_gather_into_tensor", *GATHER, work=0), ["wait", 0]],
     "inside_of_an_operator": [functional("all_gather_into_tensor", *GATHER)],
     "never_waited_for": [c10d("allreduce_", *ALL_REDUCE, work=0)],
@@ -237,7 +239,7 @@ def test_every_door_is_tried(doors):
 
 def test_work_beside_a_collective_is_between_its_event_and_its_wait(doors):
     """A product is after the issue in both, and what needs the result behind the wait."""
-    for name in ("asynchronous", "functional_used_later"):
+    for name in ("asynchronous", "waited_for_by_its_future", "functional_used_later"):
         events = [event for event in doors[name]["forwards"][0]["events"] if event[0] in ("op", "wait")]
         issued = next(i for i, event in enumerate(events) if is_collective(event))
         waited = events.index(["wait", 0])
@@ -286,6 +288,7 @@ def test_a_flag_says_whose_batch_an_unknown_dimension_has(flag, same, tmp_path):
         ("placed_along_unknown", (), 3, "parameter weight: it is not known whether the ranks along columns"),
         ("of_no_dimension", (), 3, "among the ranks 0, 3 of 4, which are no dimension of a mesh, nor several (dp, tp)"),
         ("of_no_digits", ("--own-batch", "ranks_0_1_2"), 3, "the ranks 0, 1, 2 of 4 (ranks_0_1_2) are no digits"),
+        ("receives_from_any", (), 3, "a recv from any rank: a trace says from whom"),
         ("splits_of_three", (), 3, "an all_to_all among 4 ranks has 3 input splits ([4, 2, 2])"),
         ("splits_of_too_few_rows", (), 3, "the input splits [2, 2, 2, 1] of an all_to_all do not make the 8 rows"),
         ("splits_to_itself", (), 3, "(number 0 of 4) sends itself 2 rows and receives 1 from itself"),

@@ -206,6 +206,20 @@ def asynchronous(x):
     return x + product
 
 
+def waited_for_by_its_future(x):
+    future = dist.all_reduce(x, async_op=True).get_future()
+    product = x.new_ones(x.shape[0], x.shape[0]) @ x.new_ones(x.shape)
+    future.wait()
+    return x + product
+
+
+def polled(x):
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        pass
+    return x
+
+
 def functional_used_later(x):
     gathered = functional.all_gather_tensor(x, 0, dist.group.WORLD)
     product = x.t() @ x
@@ -243,7 +257,8 @@ DOORS = [
     all_gather, broadcast_of_the_root, broadcast_of_another, reduce_to_the_root, reduce_to_another, batch_isend_irecv,
     coalesced, barrier, functional_all_gather, functional_all_reduce, functional_send, functional_out,
     differentiable_all_to_all, isend_and_irecv, batch_of_one, two_batches, coalesced_of_two_kinds, functional_batch,
-    asynchronous, functional_used_later, inside_of_an_operator, never_waited_for, uneven_all_to_all,
+    asynchronous, waited_for_by_its_future, polled, functional_used_later, inside_of_an_operator, never_waited_for,
+    uneven_all_to_all,
 ]
 
 
@@ -360,6 +375,16 @@ def splits(sent, received):
         return out
 
     return Communicating(exchange), torch.zeros(8, 16)
+
+
+def receives_from_any():
+    join()
+
+    def receive(x):
+        dist.recv(x)
+        return x
+
+    return Communicating(receive), torch.zeros(8, 16)
 
 
 def splits_of_three():

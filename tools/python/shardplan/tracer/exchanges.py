@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardplan.tracer import collectives
-from shardplan.tracer.collectives import MILLION
+from shardplan.tracer.collectives import MILLION, CollectiveProblem
 from shardplan.tracer.communicators import Communicators
 
-_WAITS = {"wait", "synchronize", "block_current_stream"}  # methods of a Work
+# Methods of a Work. Who polls it goes on when it is over.
+_WAITS = {"wait", "synchronize", "block_current_stream", "is_completed"}
 
 
 @dataclass
@@ -62,7 +63,9 @@ class Exchanges:
             "size_bytes": collectives.size_bytes(func, kind, args, kwargs, out, members),
         }
         if kind in ("send", "recv"):
-            details["peer"] = (collectives.peer_of(func, args, kwargs) - rank) % members
+            if (peer := collectives.peer_of(func, args, kwargs)) is None:
+                raise CollectiveProblem("a recv from any rank: a trace says from whom (recv(..., src=RANK))")
+            details["peer"] = (peer - rank) % members
         if (batch := self._batch_now()) is not None:
             batch.append(details)
         if kind == "all_to_all" and (splits := collectives.splits_of(func, args, kwargs)) is not None:
@@ -109,6 +112,16 @@ class Exchanges:
 
     def _remember(self, work: object, issued: list[_Issued]) -> None:
         self._by_work[id(work)] = (work, issued)
+
+    def with_future(self, get_future: Callable) -> Callable:
+        """A Work's get_future: who waits for what it returns waits for the Work."""
+
+        def run(work):
+            future = get_future(work)
+            self._remember(future, self._by_work.get(id(work), (None, []))[1])
+            return future
+
+        return run
 
     def forget(self, address: int) -> None:
         """The storage is gone: what is at its address is another one."""
@@ -210,6 +223,11 @@ def watched(exchanges: Exchanges, waited: Callable[[list[_Issued]], None]) -> It
         for kind in _kinds_of_work():
             for name in _WAITS & kind.__dict__.keys():
                 patch(kind, name, lambda work, *_: waited(exchanges.of_work(work)))
+            if "get_future" in kind.__dict__:
+                original = kind.__dict__["get_future"]
+                setattr(kind, "get_future", exchanges.with_future(original))
+                stack.callback(setattr, kind, "get_future", original)
+        patch(torch._C.Future, "wait", lambda future, *_: waited(exchanges.of_work(future)))
         code = distributed_c10d.batch_isend_irecv.__code__
         patch(distributed_c10d, "_check_p2p_op_list", lambda *_: exchanges.begin_batch(code))
         patch(dist.ProcessGroup, "_start_coalescing", lambda *_: exchanges.begin_coalescing())
