@@ -5,6 +5,7 @@ group: without data, weights or an optimizer."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
 from typing import Any
 
@@ -24,6 +25,7 @@ class Job:
     def __init__(self, words: list[str], ranks: int) -> None:
         """words: torchtitan's arguments. Raises TracerError; SystemExit where torchtitan's parser refuses them."""
         absent.stand_in()
+        logging.getLogger().setLevel(logging.ERROR)  # it warns of data and checkpoints that are not there
         try:
             from torchtitan.config.manager import ConfigManager
         except ImportError as error:
@@ -40,6 +42,10 @@ class Job:
             raise TracerError(
                 "pipeline parallelism is in no plan (found parallelism.pipeline_parallel_degree "
                 f"{self.config.parallelism.pipeline_parallel_degree}, expected 1)"
+            )
+        if self.config.parallelism.spmd_backend == "full_dtensor":
+            raise TracerError(
+                "parallelism.spmd_backend full_dtensor is not traced (expected spmd_types or partial_dtensor)"
             )
 
     @property
@@ -111,8 +117,9 @@ class Job:
 
     @contextlib.contextmanager
     def running(self):
-        """Inside, the step may run: its contexts end here."""
-        with self._step:
+        """Inside the job is built, and its step may run: the step's contexts end here. Backwards run in the thread that
+        has the meshes, as torchtitan's init_distributed sets it."""
+        with self._step, torch.autograd.set_multithreading_enabled(False):
             yield
 
     def micro_batches(self) -> int:
@@ -141,12 +148,15 @@ class Job:
             fields["amsgrad"] = True
         return fields
 
+    def compiles(self, component: str) -> bool:
+        return self.config.compile.enable and component in self.config.compile.components
+
     def notes(self) -> list[str]:
         """What a training of the job does and the plan does not have."""
         found = []
         if not self.config.training.disable_cuda_graphs:
             found.append("the step is planned without CUDA graphs (training.disable_cuda_graphs)")
-        if self.config.compile.enable and "loss" in self.config.compile.components:
+        if self.compiles("loss"):
             found.append("the compiled loss is traced as it is written (compile.components)")
         return found
 

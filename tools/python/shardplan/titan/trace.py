@@ -24,11 +24,13 @@ def write(words: list[str], ranks: int, options: argparse.Namespace, folder: Pat
         dtype=job.config.training.mixed_precision_param,
         param_dtype=job.config.training.dtype,
         routing=options.routing if job.has_experts else "",
+        ignore_compile=True,
         name=job.name,
     )
     with job.running():
         trace, strategy = session.trace_and_strategy(job.build, f"torchtitan {job.name}", settings, progress)
     strategy["optimizer"] = job.optimizer()
+    strategy["compile"] = job.compiles("model")
     strategy["alloc_conf"] = options.alloc_conf
     accumulated = job.micro_batches()
     if accumulated > 1:

@@ -25,9 +25,10 @@ _MATRIX_PRODUCTS = ("aten.mm", "aten.linear")
 _OF_TORCH = ("use_reentrant", "early_stop", "context_fn", "preserve_rng_state", "determinism_check", "debug")
 
 
-def take_away(root: nn.Module, names: Names) -> dict[str, Any] | None:
-    """The strategy's `checkpoint`. None: the model has no checkpoints, or keeps them."""
-    wrappers = list(_wrappers(root))
+def take_away(root: nn.Module, names: Names, compiled: bool = False) -> dict[str, Any] | None:
+    """The strategy's `checkpoint`. None: the model has no checkpoints, or keeps them. compiled: also those of modules
+    that are compiled with them, which are not traced so."""
+    wrappers = list(_wrappers(root, compiled))
     rules = {json.dumps(rule) for _, _, wrapper in wrappers if (rule := _rule(wrapper)) is not None}
     said = len(rules) == 1 and all(_rule(wrapper) is not None for _, _, wrapper in wrappers)
     for parent, name, wrapper in wrappers:
@@ -47,15 +48,15 @@ def _checkpointed(self: nn.Module, *arguments, **more):
     return self._checkpoint(self._without_checkpoint, *arguments, **more)
 
 
-def _wrappers(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def _wrappers(root: nn.Module, compiled: bool) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Parent, name and wrapper. What is compiled with its checkpoint stays: it runs again in the graph."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
     for parent in list(root.modules()):
         for name, child in list(parent._modules.items()):
-            if isinstance(child, CheckpointWrapper) and child._compiled_call_impl is None:
-                if not isinstance(parent, torch._dynamo.eval_frame.OptimizedModule):
-                    yield parent, name, child
+            is_compiled = child is not None and (child._compiled_call_impl is not None or hasattr(parent, "dynamo_ctx"))
+            if isinstance(child, CheckpointWrapper) and (compiled or not is_compiled):
+                yield parent, name, child
 
 
 def _rule(wrapper: nn.Module) -> dict[str, Any] | None:

@@ -148,7 +148,9 @@ def trace_and_strategy(
         with torch.enable_grad():
             example = sources.build(function, source, options.batch, options.seq)
         names = sharding_calls.Names(example.module)
-        checkpoint = checkpoint_calls.take_away(example.module, names) if wanted else None
+        checkpoint = None
+        if wanted:
+            checkpoint = checkpoint_calls.take_away(example.module, names, options.ignore_compile)
         if sharding.units and not wanted:
             progress.note("the model calls fully_shard, and the trace is of the model before: --strategy FILE has them")
         try:

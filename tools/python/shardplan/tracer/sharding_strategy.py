@@ -5,8 +5,8 @@
 those that tensor and expert parallelism cut along are dimensions of it. A job may have several meshes of the same
 ranks: torchtitan's dense one (dp_shard, tp) and its sparse one (efsdp, ep). Each dimension is digits of a rank's
 number, and the strategy's mesh has a dimension between any two places where some digit begins or ends. FSDP's
-dimensions are flattened from these. What parameters are placed along has to be one of them: a strategy cannot say
-that a parameter is cut along two dimensions which are one for another parameter.
+dimensions are flattened from these. A parameter that is cut along several of them (experts of ep, which lies over tp)
+is cut along each in the trace that goes with the strategy.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Digits = tuple[tuple[int, int], ...]  # (size, stride), the outermost first
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """FSDP's dimensions of a call. replicate: None: there is no such dimension."""
+    """FSDP's dimensions of a call. None: there is no such dimension; no digits: it is of one rank."""
 
-    shard: Digits
+    shard: Digits | None
     replicate: Digits | None = None
 
 
@@ -56,7 +56,8 @@ class _Document:
         self._unit_of = {
             names.of(module): names.of(unit.modules[0]) for unit in sharding.units for module in unit.modules
         }
-        self._named: dict[tuple[int, int], str] = {}  # dimensions that FSDP is given, by size and stride
+        # Dimensions that FSDP is given, by size and stride; those of one rank by kind.
+        self._named: dict[tuple[int, int] | str, str] = {}
 
     def fields(self, checkpoint: dict | None) -> dict[str, Any]:
         units = self._sharding.units
@@ -64,6 +65,7 @@ class _Document:
         usual = collections.Counter(ranks).most_common(1)[0][0]
         on_meshes = [self._parameter_ranks(unit, own) for unit, own in zip(units, ranks)]
         mesh = _Mesh(self._placed(), [*ranks, *(r for by in on_meshes for r in by.values())], self._named, self._world)
+        self._cut_along_each(mesh)
         result: dict[str, Any] = {
             "schema": "shardplan.strategy/1", "policy": "fsdp2", "mesh": mesh.dims,
             "data_parallel": mesh.data_parallel(usual),
@@ -119,17 +121,21 @@ class _Document:
             return Ranks(((self._world, 1),) if self._world > 1 else ())
         names = list(mesh.mesh_dim_names or ())
         if dims is not None:
-            shard = [names.index(name) for name in dims.shard_names]
+            shard = [names.index(name) for name in dims.shard_names] or None
             replicate = [names.index(name) for name in dims.replicate_names] or None
         elif mesh.ndim > 2:
             raise TracerError(f"fully_shard takes a mesh of one or two dimensions; found {mesh.ndim}")
         else:
             shard, replicate = [mesh.ndim - 1], [0] if mesh.ndim == 2 else None
-        for dim in range(len(names)):
-            if dim in shard or dim in (replicate or ()):
-                for own in self._digits(mesh, [dim]):
-                    self._named.setdefault(own, names[dim])
-        return Ranks(self._digits(mesh, shard), None if replicate is None else self._digits(mesh, replicate))
+        own = [*(shard or ()), *(replicate or ())]
+        for dims_of in (shard or [], replicate or [], *([dim] for dim in own)):
+            found = self._digits(mesh, dims_of) if names and dims_of else ()
+            many = [names[dim] for dim in dims_of if mesh.size(dim) > 1] if names else []
+            if len(found) == 1:
+                self._named.setdefault(found[0], "_".join(many))
+            elif names and dims_of and not many:
+                self._named.setdefault("shard" if dims_of[0] in (shard or ()) else "replicate", names[dims_of[0]])
+        return Ranks(*(None if part is None else self._digits(mesh, part) for part in (shard, replicate)))
 
     def _digits(self, mesh: Any, dims: list[int]) -> Digits:
         with unset_fake_temporarily():
@@ -178,6 +184,24 @@ class _Document:
                     )
                 found[name] = (size, group.get("stride", 1))
         return found
+
+    def _cut_along_each(self, mesh: _Mesh) -> None:
+        """See [Note: one mesh]; changes the trace."""
+        for parameter in self._trace["parameters"]:
+            placements = []
+            for placement in parameter.get("placements", ()):
+                inside = mesh.split.get(placement["mesh_dim"])
+                if inside is None:
+                    placements.append(placement)
+                    continue
+                if "dim" not in placement:
+                    raise NotSaid(
+                        f"{parameter['fqn']} is replicated along {placement['mesh_dim']}, which lies over several "
+                        f"dimensions of the job's other meshes ({', '.join(inside)}): a strategy document has one mesh"
+                    )
+                placements += [{**placement, "mesh_dim": name, "size": mesh.size(name)} for name in inside]
+            if placements:
+                parameter["placements"] = placements
 
     def _mixed_precision(self, unit: Unit) -> dict[str, Any]:
         policy = unit.arguments.get("mp_policy")
@@ -287,58 +311,68 @@ def _arguments(rule: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in rule.items() if name != "modules"} | {"parameter_meshes": meshes}
 
 
+def _free(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
 class _Mesh:
-    """See [Note: one mesh]. placed: by name; named: names of FSDP's dimensions, by size and stride."""
+    """See [Note: one mesh]. placed: by name; named: names of FSDP's dimensions (_Document)."""
 
     def __init__(
-        self, placed: dict[str, tuple[int, int]], ranks: Iterable[Ranks], named: dict[tuple[int, int], str], world: int
+        self, placed: dict[str, tuple[int, int]], ranks: Iterable[Ranks], named: dict[tuple[int, int] | str, str],
+        world: int,
     ) -> None:
         alone = [name for name, (size, _) in placed.items() if size == 1]
         placed = {name: digit for name, digit in placed.items() if name not in alone}
-        every = [digit for own in ranks for part in (own.shard, own.replicate or ()) for digit in part]
+        ranks = list(ranks)
+        every = [digit for own in ranks for part in (own.shard, own.replicate) for digit in part or ()]
         places = sorted({1, world, *(place for size, stride in (*placed.values(), *every)
                                      for place in (stride, size * stride))})
         for low, high in zip(places, places[1:]):
             if high % low:
                 raise NotSaid(
-                    f"dimensions of the job's meshes overlap, and no mesh of a strategy has all of them: groups of "
-                    f"{low} and of {high} ranks"
+                    f"dimensions of the job's meshes overlap (at {low} and at {high} ranks), and no mesh of a strategy "
+                    "has all of them"
                 )
         by_digit = {digit: name for name, digit in placed.items()}
         self._dims: list[tuple[str, int, int]] = []  # name, size, stride; the innermost first
         taken = set(placed)
         for low, high in zip(places, places[1:]):
             digit = (high // low, low)
-            name = by_digit.get(digit) or named.get(digit) or f"shard_{len(self._dims)}"
+            over = [found for found, (size, stride) in placed.items() if stride <= low < stride * size]
+            unnamed = f"{over[0]}_{len(self._dims)}" if over else f"shard_{len(self._dims)}"
+            name = by_digit.get(digit) or named.get(digit) or unnamed
             if digit not in by_digit:
-                while name in taken:
-                    name += "_"
+                name = _free(name, taken)
                 taken.add(name)
             self._dims.append((name, *digit))
-        for name, (size, stride) in placed.items():
-            inside = self._inside((size, stride))
-            if len(inside) != 1 or inside[0] != name:
-                among = ", ".join(f"{found} ({ranks} ranks)" for found, ranks, _ in reversed(self._dims)
-                                  if found in inside)
-                raise NotSaid(
-                    f"parameters are cut along {name} ({size} ranks), which lies over several dimensions of the "
-                    f"job's other meshes ({among}): a strategy document has one mesh, and no dimension of it may "
-                    "lie over another"
-                )
+        # By dimension that lies over several: those.
+        self.split = {
+            name: inside for name, digit in placed.items() if (inside := self._inside(digit)) != [name]
+        }
         self._dims += [(name, 1, world) for name in alone]
+        self._one: dict[str, str] = {}
+        for kind in ("replicate", "shard"):
+            if any(getattr(own, kind) == () for own in ranks):
+                self._one[kind] = _free(named.get(kind, kind), {name for name, *_ in self._dims})
+                self._dims.append((self._one[kind], 1, world))
 
     @property
     def dims(self) -> list[dict[str, Any]]:
-        found = [{"name": name, "size": size} for name, size, _ in reversed(self._dims)]
-        return found or [{"name": "shard", "size": 1}]
+        return [{"name": name, "size": size} for name, size, _ in reversed(self._dims)]
+
+    def size(self, name: str) -> int:
+        return next(size for found, size, _ in self._dims if found == name)
 
     def data_parallel(self, ranks: Ranks) -> dict[str, list[str]]:
-        found = {"shard": [name for digit in ranks.shard for name in self._inside(digit)]}
-        if not self._dims:
-            found["shard"] = ["shard"]
-        if ranks.replicate:
-            found["replicate"] = [name for digit in ranks.replicate for name in self._inside(digit)]
-        return found
+        """Digits of one rank are of a dimension of that size."""
+        return {
+            kind: [name for digit in digits_of for name in self._inside(digit)] or [self._one[kind]]
+            for kind in ("shard", "replicate")
+            if (digits_of := getattr(ranks, kind)) is not None
+        }
 
     def _inside(self, digit: tuple[int, int]) -> list[str]:
         """Dimensions that make up these digits, the outermost first."""
