@@ -5,8 +5,11 @@ group: without data, weights or an optimizer."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
+import sys
 import types
+import unittest.mock
 from typing import Any
 
 import torch
@@ -31,7 +34,8 @@ class Job:
         except ImportError as error:
             raise EnvironmentProblem(f"cannot import torchtitan: {error} (pip install torchtitan)") from error
         try:
-            self.config = ConfigManager().parse_args(words)
+            with unittest.mock.patch.object(sys, "argv", ["shardplan torchtitan"]):  # whose name its parser prints
+                self.config = ConfigManager().parse_args(words)
         except ImportError as error:
             raise TracerError(f"torchtitan: {error}") from error
         except (ValueError, AssertionError) as error:
@@ -67,8 +71,8 @@ class Job:
     def seq(self) -> int:
         return self.config.training.seq_len
 
-    def build(self) -> tuple:
-        """The model, its inputs, its loss: the builder of a trace."""
+    def parallelized(self) -> tuple[torch.nn.Module, Any]:
+        """The model on meta tensors, its loss."""
         from torchtitan.components.loss import ChunkedLossWrapper
         from torchtitan.config import TORCH_DTYPE_MAP
         from torchtitan.config.override import apply_overrides
@@ -97,11 +101,19 @@ class Job:
         if isinstance(loss, ChunkedLossWrapper):
             loss.set_lm_head(model.lm_head)
             model._skip_lm_head = True
+        return model, loss
+
+    def build(self) -> tuple:
+        """The model, its inputs, its loss: the builder of a trace."""
+        from torchtitan.distributed import utils
+
+        model, loss = self.parallelized()
         inputs, labels, more = self._batch(model)
-        self._step.enter_context(distributed.get_spmd_context(parallel_dims=dims)())
+        self._step.enter_context(utils.get_spmd_context(parallel_dims=self.dims)())
         valid = torch.ones((), dtype=torch.int64, device="cuda")
         positions = {"positions": more["positions"]} if "positions" in more else {}
-        return model, {_first_argument(model): inputs, **more}, lambda output: loss(output, labels, valid, **positions)[0]
+        first = next(iter(inspect.signature(model.forward).parameters))
+        return model, {first: inputs, **more}, lambda output: loss(output, labels, valid, **positions)[0]
 
     def _batch(self, model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """What the trainer gives a rank of a batch of the data loader, whose positions begin once a sample."""
@@ -168,9 +180,3 @@ def _join(ranks: int) -> None:
         dist.destroy_process_group()
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-
-
-def _first_argument(model: torch.nn.Module) -> str:
-    import inspect
-
-    return next(iter(inspect.signature(model.forward).parameters))
