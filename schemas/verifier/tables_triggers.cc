@@ -109,8 +109,8 @@ class CallWalk {
   }
 
   // In a loss that runs several backwards, those of modules whose unit the loss does not call pass no
-  // trigger: no hook of a unit runs in them. Those of one module of a group pass its post-backward alone: a
-  // group whose other modules do not run has no hook before the backward, and nothing is queued for its end.
+  // trigger: no hook of a unit runs in them. A group's post-backward is passed alone where the loss calls one
+  // of its modules: the hook before the backward, which queues the end, is made when all of them have run.
   bool MayPassNone(std::size_t number) const {
     const auto* backward = std::get_if<BackwardCall>(&calls_[number]);
     return backward != nullptr && std::any_of(calls_.begin() + static_cast<std::ptrdiff_t>(number) + 1,

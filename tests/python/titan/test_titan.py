@@ -65,7 +65,7 @@ def planned(tmp_path_factory):
 
     @functools.cache
     def of(*words):
-        """What the command printed, the plan, the strategy, the trace."""
+        """Printed text, plan, strategy, trace."""
         own = folder / str(len(list(folder.iterdir())))
         done = run("--cluster", "h100_sxm_8", "-q", "-o", own, *words)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -48,7 +48,7 @@ def mesh(*dims):
 
 
 def shard(model, **arguments):
-    """As torchtitan shards a decoder."""
+    """Units of torchtitan's decoders."""
     fully_shard(model.embedding, **arguments)
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=True, **arguments)

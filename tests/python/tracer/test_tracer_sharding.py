@@ -44,7 +44,7 @@ def real(*words):
 
 
 def units_of(plan):
-    """As real_units.py has them, without prefetches."""
+    """The form of real_units.py, without prefetches."""
     sizes = {entry["name"]: entry.get("size", 1) for entry in plan["communicators"]}
     sizes |= {
         entry["name"]: math.prod(dim["size"] for dim in entry["dims"])
@@ -90,10 +90,9 @@ def test_the_units_are_those_that_fully_shard_makes(builder, tmp_path):
 
 def test_the_trace_is_of_the_model_before(tmp_path):
     done, trace, _ = traced("plain", tmp_path)
-    bare, unsharded = warm.run(
-        ["-c", COMMAND, "sharded_builders:unsharded", "-q", "-o", tmp_path / "bare.json", "--batch", "2", "--seq", "16"],
-        cwd=HERE, timeout=600,
-    ), tmp_path / "bare.json"
+    unsharded = tmp_path / "bare.json"
+    words = ["sharded_builders:unsharded", "-q", "-o", unsharded, "--batch", "2", "--seq", "16"]
+    bare = warm.run(["-c", COMMAND, *words], cwd=HERE, timeout=600)
     assert done.returncode == 0 and bare.returncode == 0, bare.stderr
     one, other = json.loads(trace.read_text()), json.loads(unsharded.read_text())
     for name in ("modules", "parameters", "forwards", "backwards"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that torchtitan imports and a plan has no use for: data loading and logging. Where one is not installed an
-empty one takes its place, which fails when something of it is used."""
+"""Packages that torchtitan imports and a plan has no use for: data loading and logging. An empty one takes the place
+of one that is not installed, and fails when something of it is used."""
 
 from __future__ import annotations
 

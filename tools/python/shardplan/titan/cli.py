@@ -33,7 +33,7 @@ examples:
   shardplan torchtitan --module deepseek_v3 --config deepseek_v3_16b --cluster h100_sxm_64 \
 --vary parallelism.expert_parallel_degree=1,2,4,8
 
-All other arguments are torchtitan's: --module, --config, then --section.key VALUE. docs/reference/torchtitan.md says
+All other arguments are torchtitan's: --section.key VALUE. docs/reference/torchtitan.md says
 what the plan has of a job.
 
 exit codes: 0 done, 1 it does not fit, 2 usage, 3 bad input, 4 environment"""
@@ -57,12 +57,14 @@ def _varied(text: str) -> tuple[str, list[str]]:
 def parser() -> argparse.ArgumentParser:
     result = ArgumentParser(
         prog=_NAME,
-        usage="shardplan torchtitan --module MODULE --config CONFIG [OPTIONS] [torchtitan's arguments]",
+        usage="shardplan torchtitan --module NAME --config NAME [OPTIONS] [torchtitan's arguments]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    result.add_argument("--module", metavar="NAME", help="torchtitan's: which models (llama3)")
+    result.add_argument("--config", metavar="NAME", help="torchtitan's: a configuration of theirs (llama3_8b)")
     result.add_argument(
         "--cluster", default="h100_sxm_8", metavar="FILE|NAME",
         help="a cluster file, the name of a shipped one, or a device (h100) of whose clusters the one for --ranks is "
@@ -80,9 +82,12 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "-o", "--output", type=file_name, metavar="FOLDER",
-        help="keep what is made: trace.json, strategy.json, plan.json, report.json; with --vary a folder for each in it",
+        help="keep what is made: trace.json, strategy.json, plan.json, report.json; with --vary a folder of each "
+        "variant",
     )
-    result.add_argument("--report", type=file_name, metavar="FILE", help="write the report (JSON), with --vary the rows")
+    result.add_argument(
+        "--report", type=file_name, metavar="FILE", help="write the report (JSON), with --vary the rows"
+    )
     result.add_argument("--jobs", type=_count, metavar="N", help="--vary: so many at once (default: the cores)")
     result.add_argument(
         "--alloc-conf", default="expandable_segments:True", metavar="TEXT",
@@ -118,6 +123,10 @@ class _Progress:
 
 def main(argv: list[str] | None = None) -> int:
     options, words = parser().parse_known_args(argv)
+    for flag in ("module", "config"):
+        if not getattr(options, flag):
+            parser().error(f"--{flag} is required, as torchtitan's: --module llama3 --config llama3_debugmodel")
+    words = ["--module", options.module, "--config", options.config, *words]
     try:
         if options.vary:
             return _vary(options, words)
@@ -130,9 +139,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _one(options: argparse.Namespace, words: list[str]) -> int:
-    for flag in ("--module", "--config"):
-        if not any(word == flag or word.startswith(flag + "=") for word in words):
-            parser().error(f"{flag} is required, as torchtitan's: --module llama3 --config llama3_debugmodel")
     progress = _Progress(options.quiet)
     if problem := why_no_torch():
         complain(_NAME, printable_name(problem))

@@ -116,7 +116,7 @@ class Job:
         return model, {first: inputs, **more}, lambda output: loss(output, labels, valid, **positions)[0]
 
     def _batch(self, model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """What the trainer gives a rank of a batch of the data loader, whose positions begin once a sample."""
+        """A rank's part of a batch of the data loader, as the trainer gives it; positions begin once a sample."""
         shape = (self.batch, self.seq)
         tokens, labels = (torch.zeros(shape, dtype=torch.long, device="cuda") for _ in range(2))
         positions = torch.arange(self.seq, device="cuda").expand(shape)
@@ -135,7 +135,7 @@ class Job:
             yield
 
     def micro_batches(self) -> int:
-        """Of a step (gradient accumulation)."""
+        """Their number in a step (gradient accumulation)."""
         of_all_ranks = self.batch * self.dims.dp_replicate * self.dims.dp_shard
         wanted = self.config.training.global_batch_size
         if wanted < 0:
@@ -164,7 +164,7 @@ class Job:
         return self.config.compile.enable and component in self.config.compile.components
 
     def notes(self) -> list[str]:
-        """What a training of the job does and the plan does not have."""
+        """The plan has no part of these, and a training of the job does."""
         found = []
         if not self.config.training.disable_cuda_graphs:
             found.append("the step is planned without CUDA graphs (training.disable_cuda_graphs)")

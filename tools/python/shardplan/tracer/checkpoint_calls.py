@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing of a builder (`checkpoint_wrapper`) as a strategy says it.
 
-The wrappers are taken away, and the planner's transformation of the trace takes their place, if all of them do the
-same and a strategy can say it: which operators a selective one keeps is asked of its policy. Else the checkpoints stay
-in the model, and the trace has what they run again.
+If all wrappers do the same and a strategy can say it, they are taken away, and the planner transforms the trace. The
+policy of a selective one is asked which operators it keeps. Else the checkpoints stay in the model, and the trace has
+what they run again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _checkpointed(self: nn.Module, *arguments, **more):
 
 
 def _wrappers(root: nn.Module, compiled: bool) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Parent, name and wrapper. What is compiled with its checkpoint stays: it runs again in the graph."""
+    """Parent, name and wrapper. A checkpoint that is compiled with its module stays: the graph runs it again."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
     for parent in list(root.modules()):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of `fully_shard` in a builder, and of the methods that it gives to modules: noted, and nothing is sharded.
 
-A trace is of a model before FSDP, so while a builder runs `fully_shard` is a function that notes what it is told. The
-modules then say that they are FSDP modules, as those of the training do, and their setters are noted as well: those of
-the builder are the strategy's `setup`, those of the step (a loss that keeps its head unsharded, say) stand in its
-`program`. sharding_strategy.py makes the document of it.
+A trace is of a model before FSDP, so `fully_shard` is replaced by a function that notes what it is told. The modules
+then say that they are FSDP modules, as those of the training do, and their setters are noted as well. Calls of the
+builder are the strategy's `setup`; calls of the step (a loss that keeps its head unsharded, say) are in its `program`.
+sharding_strategy.py makes the document of it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Call:
 
 @dataclass
 class Sharding:
-    """What a builder and the step of its model tell FSDP."""
+    """All that a builder and the step of its model tell FSDP."""
 
     units: list[Unit] = field(default_factory=list)
     setup: list[Call] = field(default_factory=list)
@@ -152,7 +152,7 @@ def _noting(sharding: Sharding, fsdp: types.ModuleType) -> Callable:
 
 
 def _ask_functions(unit: Unit) -> None:
-    """What the call's functions say of the parameters that it manages, which are others when the trace is made."""
+    """Asks the call's functions about the parameters that it manages, which are others when the trace is made."""
     arguments = unit.arguments
     place, ignored = arguments.get("shard_placement_fn"), arguments.get("ignored_params") or ()
     override = getattr(arguments.get("mp_policy"), "param_dtype_override_fn", None)

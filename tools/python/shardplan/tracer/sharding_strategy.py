@@ -36,7 +36,7 @@ class Ranks:
 
 
 class NotSaid(TracerError):
-    """What a builder does and a strategy document has no field for."""
+    """A strategy document has no field for what a builder does."""
 
 
 def document(sharding: Sharding, names: Names, trace: dict, checkpoint: dict | None = None) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class _Document:
         return rule
 
     def _ranks(self, mesh: Any, dims: Any) -> Ranks:
-        """Of a mesh that fully_shard is given; None: of all ranks."""
+        """FSDP's dimensions of a mesh that fully_shard is given; None: of all ranks."""
         if mesh is None:
             return Ranks(((self._world, 1),) if self._world > 1 else ())
         names = list(mesh.mesh_dim_names or ())
@@ -151,7 +151,7 @@ class _Document:
         return tuple(found)
 
     def _parameter_ranks(self, unit: Unit, own: Ranks) -> dict[str, Ranks]:
-        """Of the parameters that shard_placement_fn puts on a mesh; notes the dimensions that they are cut along."""
+        """The ranks of parameters that shard_placement_fn puts on a mesh; notes the dimensions that it cuts along."""
         found: dict[str, Ranks] = {}
         for owner, name, placed in unit.placed:
             fqn = self._names.parameter(owner, name)
