@@ -109,7 +109,8 @@ class CallWalk {
   }
 
   // In a loss that runs several backwards, those of modules whose unit the loss does not call pass no
-  // trigger: no hook of a unit runs in them.
+  // trigger: no hook of a unit runs in them. A group's post-backward is passed alone where the loss calls one
+  // of its modules: the hook before the backward, which queues the end, is made when all of them have run.
   bool MayPassNone(std::size_t number) const {
     const auto* backward = std::get_if<BackwardCall>(&calls_[number]);
     return backward != nullptr && std::any_of(calls_.begin() + static_cast<std::ptrdiff_t>(number) + 1,
@@ -128,7 +129,7 @@ class CallWalk {
         place.call + 1 < calls_.size() ? std::get_if<ModuleCall>(&calls_[place.call + 1]) : nullptr;
     const bool raises = next != nullptr && IsReset(*next);
     if (raises && std::holds_alternative<BackwardCall>(call)) return false;
-    if (!place.passed && MayPassNone(place.call)) return false;
+    if (MayPassNone(place.call)) return false;
     const bool steps =
         std::holds_alternative<OptimizerStepCall>(call) || std::holds_alternative<ZeroGradCall>(call);
     return !std::holds_alternative<ForwardCall>(call) && !(steps && plan_.strategy.optimizer.in_backward);

@@ -50,7 +50,8 @@ struct CommandGroup {
 void AddCommands(CLI::App& app, shardplan::cli::Invocation& invocation) {
   using namespace shardplan::cli;
   const std::vector<CommandGroup> groups = {
-      {"Size a job", {AddSweepCommand, AddEvaluateCommand, AddMemoryCommand, AddRehearseCommand}},
+      {"Size a job",
+       {AddSweepCommand, AddTorchtitanCommand, AddEvaluateCommand, AddMemoryCommand, AddRehearseCommand}},
       {"Plan", {AddTraceCommand, AddPlanCommand, AddOptimizeCommand, AddCertifyCommand, AddValidateCommand}},
       {"Predict",
        {AddSimulateCommand, AddCostCommand, AddCalibrateCommand, AddImportProfileCommand,

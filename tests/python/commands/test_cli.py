@@ -10,8 +10,8 @@ from conftest import ROOT
 TRACE = ROOT / "examples" / "three_layers" / "trace.json"
 CLUSTER = ROOT / "examples" / "three_layers" / "cluster.json"
 COMMANDS = (
-    "sweep evaluate memory rehearse trace plan optimize certify validate simulate cost calibrate import-profile "
-    "allocator-replay explain explain-memory compare diff show run export conformance layout reshard "
+    "sweep torchtitan evaluate memory rehearse trace plan optimize certify validate simulate cost calibrate "
+    "import-profile allocator-replay explain explain-memory compare diff show run export conformance layout reshard "
     "reshard-checkpoint doctor"
 ).split()
 

@@ -71,8 +71,8 @@ def test_every_output_of_every_command_is_tried():
                 and not re.search(r"[Ww]rites? .*GPU", about)
             ):
                 found.add(f"{command} {flag.group(1)}")
-    # Each run imports torch: tests/python/rehearse.
-    found -= {"rehearse --report", "rehearse --html", "rehearse --snapshot"}
+    # Each run imports torch: tests/python/rehearse, tests/python/titan.
+    found -= {"rehearse --report", "rehearse --html", "rehearse --snapshot", "torchtitan --report"}
     # import-profile writes it (test_self_profile.py).
     assert found == {writer.name for writer in WRITERS} | ({"run --profile"} if "run --profile" in found else set())
 

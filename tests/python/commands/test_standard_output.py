@@ -126,7 +126,7 @@ def test_every_command_is_tried():
     said = subprocess.run([program()], capture_output=True, text=True, check=False).stderr
     commands = set(re.search(r"The commands are (.*)", said).group(1).split())
     # Options below or in Python, and `run` where it is not built.
-    delegated = {"trace", "calibrate", "import-profile", "sweep", "evaluate", "doctor", "rehearse"} | (
+    delegated = {"trace", "calibrate", "import-profile", "sweep", "evaluate", "doctor", "rehearse", "torchtitan"} | (
         set() if HAS_EXECUTOR else {"run"}
     )
     assert {words[0] for words in SHORT.values() if not words[0].startswith("-")} == commands - delegated

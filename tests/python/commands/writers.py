@@ -103,6 +103,7 @@ WRITERS = (
     Writer("reshard", "--output", ("{plan}", "{plan}", "-q", "-o", "{out}")),
     Writer("allocator-replay", "--json", ("{log}", "--json", "{out}"), "{log}"),
     Writer("trace", "--output", ("{trace}", "-q", "-o", "{out}"), "{trace}"),
+    Writer("trace", "--strategy", ("{trace}", "-q", "-o", "{null}", "--strategy", "{out}"), "{trace}"),
     Writer(
         "cost", "--output", ("{table}", "--fit", str(CLUSTER), "--device", "h100-sxm", "-q", "-o", "{out}"), "{table}"
     ),
@@ -148,7 +149,13 @@ def trace_source(source, options, progress):
             return json.load(file)
     except OSError as error:
         raise TracerError(f"cannot read {source}") from error
-shardplan.tracer.session = types.SimpleNamespace(Options=Options, trace_source=trace_source)
+def strategy_of_source(source, options, progress):
+    return [trace_source(source, options, progress)] * 2
+
+
+shardplan.tracer.session = types.SimpleNamespace(
+    Options=Options, trace_source=trace_source, strategy_of_source=strategy_of_source
+)
 sys.modules["shardplan.tracer.session"] = shardplan.tracer.session
 command.run("shardplan trace", cli.main)
 """

@@ -39,6 +39,7 @@ void AddImportProfileCommand(CLI::App& app, Invocation& invocation);
 void AddDoctorCommand(CLI::App& app, Invocation& invocation);
 void AddEvaluateCommand(CLI::App& app, Invocation& invocation);
 void AddSweepCommand(CLI::App& app, Invocation& invocation);
+void AddTorchtitanCommand(CLI::App& app, Invocation& invocation);
 void AddRehearseCommand(CLI::App& app, Invocation& invocation);
 void AddLayoutCommand(CLI::App& app, Invocation& invocation);
 void AddReshardCommand(CLI::App& app, Invocation& invocation);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// `trace`, `calibrate`, `sweep`, `rehearse`, `doctor` and `conformance` (Python, most need torch) and `run`
-// (C++, needs LibTorch) live in programs of their own, so that the command itself builds without either.
+// `trace`, `calibrate`, `sweep`, `torchtitan`, `rehearse`, `doctor` and `conformance` (Python, most need
+// torch) and `run` (C++, needs LibTorch) live in programs of their own, so that the command itself builds
+// without either.
 #include <fmt/format.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -140,6 +141,14 @@ void AddSweepCommand(CLI::App& app, Invocation& invocation) {
   RunInPython(
       AddDelegate(app, "sweep", "Plan and simulate many configurations; the largest or smallest that fits"),
       invocation);
+}
+
+void AddTorchtitanCommand(CLI::App& app, Invocation& invocation) {
+  CLI::App* command =
+      AddDelegate(app, "torchtitan",
+                  "Trace, plan and simulate a torchtitan job by its own configuration, and variants of it");
+  command->callback(
+      [&invocation] { invocation.exit_code = Fail(ExecutePythonCommand("titan", invocation.words)); });
 }
 
 void AddRehearseCommand(CLI::App& app, Invocation& invocation) {

@@ -11,11 +11,12 @@ import signal
 import sys
 
 from shardplan import files
+from shardplan.clusters import BadCluster
 from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, bytes_of, file_name, printable_name
 from shardplan.terminal import complain
 
 from . import page, report, text
-from .device import DEFAULT_CLUSTER, BadCluster, Device, NoDevice, device_folder, device_of, with_links
+from .device import DEFAULT_CLUSTER, Device, NoDevice, device_folder, device_of, with_links
 from .launch import Asked, NeedsTooMuch, Outcome, Rehearsal
 from .routing import BadRouting, shares_of
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 from pathlib import Path
 
 from shardplan import building
-from shardplan.command import built_command
+from shardplan.clusters import BadCluster, document_of
 
 DEFAULT_CLUSTER = "h100_sxm"
 _LIBRARY = "libshardplan_device.so"
@@ -29,10 +28,6 @@ _OTHER_CAPABILITY, _OTHER_MULTIPROCESSORS = "9.0", 132
 
 class NoDevice(Exception):
     """The device in software is not there."""
-
-
-class BadCluster(Exception):
-    """There is no such cluster, or it is no cluster document."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +89,7 @@ def with_links(folder: Path, scratch: Path) -> Path:
 def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Device:
     """cluster: a file, a shipped document or a device, as --cluster of the other commands. memory_bytes: in place of
     the cluster's. Raises BadCluster, NoCommand."""
-    path = _answer({"cluster": cluster, "ranks": gpus or 0})["path"]
-    answer = _answer({"document": path})
+    _, answer = document_of(cluster, gpus, "rehearse")
     document = json.loads(answer["text"])
     device = document["device"]
     if memory_bytes is not None and memory_bytes <= device.get("context_bytes", 0):
@@ -115,19 +109,3 @@ def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Devic
         capability,
         device.get("multiprocessors", _OTHER_MULTIPROCESSORS),
     )
-
-
-def _answer(question: dict) -> dict:
-    """The answer of `shardplan evaluate`, which knows the shipped clusters and reads a document as every command
-    does."""
-    asked = subprocess.run(
-        [built_command("rehearse"), "evaluate"],
-        input=json.dumps(question) + "\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    answer = json.loads(asked.stdout.splitlines()[0]) if asked.stdout else {"error": asked.stderr.strip()}
-    if "error" in answer:
-        raise BadCluster(str(answer["error"]).replace("cluster: shardplan: error: ", ""))
-    return answer

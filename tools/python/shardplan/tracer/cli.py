@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
@@ -72,6 +73,13 @@ def parser() -> argparse.ArgumentParser:
         default="trace.json",
         metavar="FILE",
         help="where to write the trace; - for standard output (default: trace.json)",
+    )
+    result.add_argument(
+        "--strategy",
+        default="",
+        metavar="FILE",
+        help="write what a callable tells FSDP as a strategy for shardplan plan: its calls of fully_shard and of the "
+        "setters of modules, and activation checkpoints, without which the trace is then",
     )
     result.add_argument(
         "--batch", type=_positive, default=1, metavar="N", help="samples per rank and step (default: 1)"
@@ -270,9 +278,14 @@ def _run(arguments: argparse.Namespace, progress) -> int:
     )
     # The model's own prints are no part of a trace on standard output.
     with contextlib.redirect_stdout(sys.stderr) if arguments.output == "-" else contextlib.nullcontext():
-        trace = session.trace_source(arguments.source, options, progress)
+        if arguments.strategy:
+            trace, strategy = session.strategy_of_source(arguments.source, options, progress)
+        else:
+            trace = session.trace_source(arguments.source, options, progress)
     progress("writing")
     try:
+        if arguments.strategy:
+            files.write_text(arguments.strategy, json.dumps(strategy, indent=2) + "\n")
         if arguments.output == "-":
             document.write(trace, sys.stdout)
         else:
@@ -292,10 +305,12 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     for name, value in (("SOURCE", arguments.source), ("--name", arguments.name)):
         if not value.isprintable() and any("\ud800" <= character <= "\udfff" for character in value):
             raise UsageProblem(f"{name} is no UTF-8: {value!r}")
-    if arguments.output == "-":
-        return
+    if arguments.strategy and os.path.realpath(arguments.strategy) == os.path.realpath(arguments.output):
+        raise UsageProblem(f"-o and --strategy are one file (found {arguments.output} twice, expected another file)")
     try:
-        files.check_output(arguments.output, _read_by(arguments.source))
+        for output in (arguments.output, arguments.strategy):
+            if output not in ("-", ""):
+                files.check_output(output, _read_by(arguments.source))
     except files.CannotWrite as error:
         raise EnvironmentProblem(str(error)) from error
     except files.OutputIsInput as error:

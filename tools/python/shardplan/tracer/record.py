@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from shardplan.tracer import frozen, placement, releases
+from shardplan.tracer import frozen, placement, releases, sharding_calls
 from shardplan.tracer.batch_dimensions import BatchDimensions
 from shardplan.tracer.calls import Calls, LossRunsBackwards
 from shardplan.tracer.communicators import Communicators
@@ -181,6 +181,7 @@ def _record_passes(
         buffers.append({**entry, "storage": storage.id if storage is not None else recorder.add_resident(buffer)})
     hooks = ModuleHooks(recorder, tree, mark_inputs)
     calls = Calls(step.module, recorder, hooks, fqns, keep_nothing, step.loss_apart)
+    sharding_calls.begin_step(calls.order, counts=not keep_nothing)
     with _no_garbage_collection(), unrecorded_shapes(recorder.unrecorded), recorder.watching_collectives(), recorder:
         try:
             for group in step.groups:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardplan.tracer import compiled, document, record, source as sources, stand_ins
+from shardplan.tracer import checkpoint_calls, compiled, document, record, sharding_calls, sharding_strategy
+from shardplan.tracer import source as sources, stand_ins
 from shardplan.tracer.attention import device_attention
 from shardplan.tracer.batch_dimensions import BatchDimensions
 from shardplan.tracer.collectives import CollectiveProblem
@@ -119,16 +120,45 @@ def trace_source(source: str, options: Options, progress: Progress = Progress())
         return trace_callable(sources.find_callable(source), source, options, progress)
 
 
+def strategy_of_source(source: str, options: Options, progress: Progress = Progress()) -> tuple[dict, dict]:
+    """The trace of a callable, and the strategy document of its calls of fully_shard."""
+    if source.endswith(".json") or Path(source).is_file():
+        raise UsageProblem("--strategy is for a callable, which calls fully_shard; a config does not")
+    if ":" not in source:
+        raise TracerError(f'"{source}" is neither a file nor package.module:callable')
+    with stand_ins.standing_in(options.stand_ins):
+        return trace_and_strategy(sources.find_callable(source), source, options, progress)
+
+
 def trace_callable(
     function: Callable, source: str, options: Options, progress: Progress = Progress()
 ) -> dict:
     """The trace of what `function` returns (see docs/internals/tracer.md); `source` names it. It is called inside the
     recorder's fake mode."""
-    with _recording(options), on_a_gpu():
+    return trace_and_strategy(function, source, options, progress, wanted=False)[0]
+
+
+def trace_and_strategy(
+    function: Callable, source: str, options: Options, progress: Progress = Progress(), wanted: bool = True
+) -> tuple[dict, dict | None]:
+    """The trace, and the strategy document of the calls of fully_shard that `function` and the step make. With it the
+    trace is without the checkpoints that the strategy has. wanted: False: there is none."""
+    with _recording(options), on_a_gpu(), sharding_calls.recording() as sharding:
         progress("building the module")
         with torch.enable_grad():
             example = sources.build(function, source, options.batch, options.seq)
-        return _trace_example(example, source, options, progress)
+        names = sharding_calls.Names(example.module)
+        checkpoint = None
+        if wanted:
+            checkpoint = checkpoint_calls.take_away(example.module, names, options.ignore_compile)
+        if sharding.units and not wanted:
+            progress.note("the model calls fully_shard, and the trace is of the model before: --strategy FILE has them")
+        try:
+            trace = _trace_example(example, source, options, progress)
+        finally:
+            for module in example.module.modules():
+                sharding_calls.as_before(module)
+        return trace, sharding_strategy.document(sharding, names, trace, checkpoint) if wanted else None
 
 
 def trace_module(

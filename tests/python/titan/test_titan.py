@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`shardplan torchtitan`: units, meshes and settings are those that torchtitan's own parallelize makes with PyTorch's
+fully_shard; what a plan does not have ends with its name."""
+
+import functools
+import importlib.util
+import json
+import os
+import sys
+
+import pytest
+import warm
+from conftest import ROOT, build_folder
+
+TRACER = ROOT / "tests" / "python" / "tracer"
+sys.path.insert(0, str(TRACER))
+
+from test_tracer_sharding import compare, real  # noqa: E402
+
+# Without typeguard tyro, which parses torchtitan's arguments, cannot be imported.
+MISSING = [name for name in ("torchtitan", "tyro", "typeguard") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+COMMAND = """
+from shardplan.command import run
+from shardplan.titan.cli import main
+
+run("shardplan torchtitan", main)
+"""
+SMALL = ("--training.seq_len", "512", "--training.local_batch_size", "2")
+MODELS = {
+    "llama3": ("--module", "llama3", "--config", "llama3_debugmodel", *SMALL),
+    "deepseek_v3": ("--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel", *SMALL),
+    "qwen3": ("--module", "qwen3", "--config", "qwen3_moe_debug", *SMALL),
+    "gpt_oss": ("--module", "gpt_oss", "--config", "gpt_oss_debugmodel_flex", *SMALL),
+}
+DEGREES = {
+    "tp": "--parallelism.tensor_parallel_degree", "cp": "--parallelism.context_parallel_degree",
+    "ep": "--parallelism.expert_parallel_degree", "hsdp": "--parallelism.data_parallel_replicate_degree",
+}
+CASES = [
+    ("llama3", "", "spmd_types"), ("llama3", "hsdp2", "spmd_types"), ("llama3", "tp2", "partial_dtensor"),
+    ("llama3", "tp8", "spmd_types"), ("llama3", "cp2_tp2", "spmd_types"), ("deepseek_v3", "ep4", "spmd_types"),
+    ("deepseek_v3", "ep4_tp2", "partial_dtensor"), ("deepseek_v3", "ep4_hsdp2", "spmd_types"),
+    ("qwen3", "ep2_cp2", "spmd_types"), ("gpt_oss", "ep8", "partial_dtensor"),
+]
+
+
+def words_of(model, degrees="", backend="spmd_types"):
+    words = [*MODELS[model], "--parallelism.spmd_backend", backend]
+    words += ["--training.disable_cuda_graphs"] if model != "llama3" else []
+    for word in degrees.split("_") if degrees else ():
+        words += [DEGREES[word.rstrip("0123456789")], word.lstrip("abcdefghijklmnopqrstuvwxyz")]
+    return words
+
+
+def run(*words, cwd=ROOT):
+    environment = {"SHARDPLAN_PROGRAMS": str(build_folder() / "bin"), **os.environ}
+    return warm.run(["-c", COMMAND, *words], cwd=cwd, env=environment, timeout=900)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("titan")
+
+    @functools.cache
+    def of(*words):
+        """Printed text, plan, strategy, trace."""
+        own = folder / str(len(list(folder.iterdir())))
+        done = run("--cluster", "h100_sxm_8", "-q", "-o", own, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout, *(json.loads((own / f"{name}.json").read_text()) for name in ("plan", "strategy", "trace"))
+
+    return of
+
+
+@pytest.mark.parametrize("model, degrees, backend", CASES)
+def test_units_are_those_that_torchtitan_makes(model, degrees, backend, planned):
+    words = words_of(model, degrees, backend)
+    _, plan, strategy, _ = planned(*words)
+    compare(plan, strategy, real("--torchtitan", "8", *words))
+
+
+def test_experts_of_ep_over_tp_are_cut_along_both(planned):
+    _, plan, strategy, trace = planned(*words_of("deepseek_v3", "ep4_tp2", "partial_dtensor"))
+    assert [(dim["name"], dim["size"]) for dim in strategy["mesh"]] == [("efsdp", 2), ("ep_1", 2), ("tp", 2)]
+    assert strategy["data_parallel"] == {"shard": ["efsdp", "ep_1"]}
+    experts = next(p for p in trace["parameters"] if p["fqn"].endswith("inner_experts.w1_EFD"))
+    assert [(p["mesh_dim"], p["size"], p["dim"]) for p in experts["placements"]] == [("ep_1", 2, 0), ("tp", 2, 0)]
+    assert any(entry["name"] == "ep" and entry["size"] == 4 for entry in plan["communicators"])
+
+
+def test_what_is_printed(planned):
+    printed, plan, strategy, _ = planned(*words_of("llama3"))
+    assert printed.startswith("torchtitan llama3 debugmodel, 8 ranks (dp_shard 8), 2 x 512 tokens\n")
+    for line in ("step  ", "tokens/s per GPU", "reserved", "fits", "tokens/s of the job: "):
+        assert line in printed
+    assert plan["world_size"] == 8 and strategy["optimizer"] == {"kind": "adamw", "implementation": "fused"}
+
+
+def test_selective_checkpointing_is_that_of_the_release(planned):
+    _, _, strategy, trace = planned(*words_of("llama3"))
+    rule = strategy["checkpoint"]
+    assert rule["early_stop"] is False and rule["modules"] == [f"layers.{i}" for i in range(6)]
+    every = {entry["name"]: entry.get("recompute_every", 0) for entry in rule["save"]}
+    assert every["aten.mm"] == every["aten.linear"] == 2 and every["flex_attention"] == 0
+    text = (ROOT / "planner" / "src" / "frameworks.cc").read_text()
+    in_cpp = {line.split('"')[1] for line in text.splitlines() if '{"' in line}
+    assert every.keys() <= in_cpp
+    optional = ("deepep", "hybridep")  # operators of libraries that are not installed
+    assert {name for name in in_cpp - every.keys() if not name.startswith(optional)} == set()
+    assert not any("_checkpoint" in module["fqn"] for module in trace["modules"])
+
+
+def test_a_router_that_is_run_again_keeps_its_checkpoints_in_the_model(planned):
+    """torchtitan's policy looks at the shape of a router's product."""
+    _, _, strategy, trace = planned(*words_of("deepseek_v3", "ep4"))
+    assert "checkpoint" not in strategy
+    assert any(event[0] == "recompute_enter" for entry in trace["backwards"] for event in entry["events"])
+
+
+def test_a_chunked_loss_keeps_the_head_unsharded(planned):
+    _, plan, strategy, _ = planned(*words_of("llama3"))
+    methods = [call["method"] for call in strategy["program"][0] if call["call"] == "module"]
+    assert methods[:4] == [
+        "set_reshard_after_forward", "set_reshard_after_backward", "set_requires_gradient_sync", "unshard",
+    ]
+    kinds = [
+        i["kind"] for trigger in plan["steps"][-1]["triggers"] for i in trigger["instructions"]
+        if i.get("unit") == "norm,lm_head"
+    ]
+    assert kinds.count("reduce_scatter") == 2  # the head's and the norm's gradients
+
+
+def test_micro_batches_are_the_global_batch(planned):
+    printed, _, strategy, _ = planned(*words_of("llama3"), "--training.global_batch_size", "32")
+    assert "2 micro-batches" in printed
+    calls = strategy["program"][0]
+    assert {call.get("microbatch", 0) for call in calls if call["call"] == "forward"} == {0, 1}
+    assert [call["call"] for call in calls[-2:]] == ["optimizer_step", "zero_grad"]
+
+
+def test_compile_and_full_checkpointing_are_the_strategys(planned):
+    _, _, strategy, _ = planned(*words_of("llama3"), "--compile.enable", "activation_checkpoint:full")
+    assert strategy["compile"] is True and "save" not in strategy["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        (("--module", "llama3"), 2, "--config is required"),
+        (("--module", "llama3", "--config", "llama3_9b"), 3, "Config function 'llama3_9b' not found"),
+        (("--module", "llama5", "--config", "llama3_8b"), 3, "Cannot import module 'llama5'"),
+        ((*MODELS["llama3"], "--cluster", "nothing"), 3, "no such cluster"),
+        ((*MODELS["llama3"], "--parallelism.tensor_paralel_degree", "2"), 2, "Unrecognized options"),
+        (
+            (*MODELS["llama3"], "--parallelism.pipeline_parallel_degree", "2", "--training.disable_cuda_graphs"), 3,
+            "pipeline parallelism is in no plan",
+        ),
+        ((*MODELS["llama3"], "--parallelism.spmd_backend", "full_dtensor"), 3, "full_dtensor is not traced"),
+        ((*MODELS["llama3"], "--parallelism.tensor_parallel_degree", "3"), 3, "Invalid parallel dims"),
+        ((*MODELS["llama3"], "--optimizer.implementation", "fused_opt_states_bf16"), 3, "fused_opt_states_bf16"),
+    ],
+)
+def test_errors(words, code, said, tmp_path):
+    done = run("-q", *words, cwd=tmp_path)
+    assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_variants_are_a_table(tmp_path):
+    rows = tmp_path / "rows.json"
+    done = run(
+        "-q", *words_of("deepseek_v3"), "--cluster", "h100_sxm_8", "--report", rows, "--vary",
+        "parallelism.expert_parallel_degree=2,3", "--vary", "activation_checkpoint=none",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:2] == ["expert_parallel_degree", "activation_checkpoint"]
+    assert lines[2].split()[:2] == ["2", "none"] and lines[3].split()[:3] == ["3", "none", "-"]
+    assert lines[4].startswith("parallelism.expert_parallel_degree 3, activation_checkpoint none: ")
+    written = json.loads(rows.read_text())
+    assert written[0]["tokens_per_second"] > 0 and "error" in written[1]

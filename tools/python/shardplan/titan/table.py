@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of `shardplan torchtitan --vary`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_GIB = 1 << 30
+
+
+@dataclass
+class Row:
+    """values: of the keys that vary. report: None: the command failed, and said why."""
+
+    values: tuple[str, ...]
+    exit_code: int
+    report: dict | None
+    said: str
+
+
+def _figures(report: dict) -> dict[str, Any]:
+    memory = report["memory"]
+    return {
+        "step_ms": report["step_ns"] / 1e6,
+        "exposed_ms": report["exposed_communication_ns"] / 1e6,
+        "tokens_per_second": report["tokens_per_second_per_rank"] * report["world_size"],
+        "utilization_percent": report["model_flops_utilization_ppm"] / 1e4,
+        "peak_gib": memory["peak_bytes"] / _GIB,
+        "reserved_gib": memory["reserved_bytes"] / _GIB,
+        "fits": memory["fits"],
+    }
+
+
+def why(row: Row) -> str:
+    """The last line of what the command said."""
+    lines = [line for line in row.said.splitlines() if line.strip() and ": note: " not in line]
+    return lines[-1].removeprefix("shardplan torchtitan: ") if lines else f"exit code {row.exit_code}"
+
+
+def document(keys: list[str], rows: list[Row]) -> list[dict[str, Any]]:
+    return [
+        dict(zip(keys, row.values)) | (_figures(row.report) if row.report else {"error": why(row)}) for row in rows
+    ]
+
+
+def text(keys: list[str], rows: list[Row]) -> str:
+    heads = [*(key.rpartition(".")[2] for key in keys), "step ms", "exposed ms", "tokens/s", "utilization", "peak GiB",
+             "reserved GiB", "fits"]
+    lines, failed = [heads], []
+    for row in rows:
+        if row.report is None:
+            failed.append(f"{', '.join(f'{key} {value}' for key, value in zip(keys, row.values))}: {why(row)}\n")
+            lines.append([*row.values, *["-"] * (len(heads) - len(keys))])
+            continue
+        f = _figures(row.report)
+        lines.append([
+            *row.values, f"{f['step_ms']:,.2f}", f"{f['exposed_ms']:,.2f}", f"{f['tokens_per_second']:,}",
+            f"{f['utilization_percent']:.1f} %", f"{f['peak_gib']:.2f}", f"{f['reserved_gib']:.2f}",
+            "yes" if f["fits"] else "no",
+        ])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    made = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() + "\n" for line in lines]
+    return "".join([made[0], "-" * (len(made[0]) - 1) + "\n", *made[1:], *failed])
