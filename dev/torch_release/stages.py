@@ -30,7 +30,7 @@ TESTS = ("device_test", "executor_test", "executor_gpu_test",
 SLOW = "equivalence or flat"
 # Name -> arguments of pytest.
 SUITES = {
-    "tracer": ["tests/python/tracer"],
+    "tracer": ["tests/python/tracer", "tests/python/titan"],
     "conformance": ["tests/python/conformance"],
     "adapter": ["tests/python/adapter", "-k", f"not ({SLOW})"],
     "device and ranks": ["tests/python/device", "tests/python/ranks", "-k", f"not ({SLOW})"],
