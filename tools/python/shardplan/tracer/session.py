@@ -230,7 +230,7 @@ def _trace_example(example: sources.Example, source: str, options: Options, prog
 def _refuse_sharded(module: nn.Module) -> None:
     """A trace is of the model that a plan shards."""
     for fqn, inner in module.named_modules():
-        for kind in type(inner).__mro__:
+        for kind in () if sharding_calls.is_noted(inner) else type(inner).__mro__:
             if kind.__name__ in _SHARDED and kind.__module__.startswith("torch.distributed.fsdp"):
                 raise TracerError(
                     f"{fqn or 'the model'} is under {_SHARDED[kind.__name__]} already: trace the model without it "

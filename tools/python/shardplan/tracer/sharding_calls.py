@@ -233,6 +233,11 @@ class _Methods:
     made: type | None = None
 
 
+def is_noted(module: nn.Module) -> bool:
+    """Whether its `fully_shard` was noted and did nothing."""
+    return _Methods.made is not None and isinstance(module, _Methods.made)
+
+
 def _noted(name: str) -> Callable:
     method = _RENAMED.get(name, name)
 
