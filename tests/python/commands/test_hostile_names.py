@@ -88,6 +88,7 @@ def documents(folder, name):
 
 OUTPUTS = {
     "rehearsed": ("rehearse", "--cluster", "cluster.json", "-q", "--", "true"),
+    "titan": ("torchtitan", "--module", "llama3", "--config", "nowhere", "--cluster", "cluster.json"),
     "plan": (
         "plan", "trace.json", "--cluster", "cluster.json", "--strategy", "strategy.json", "-o", "plan.json", "--graph",
         "graph.dot", "--write-strategy", "written.json", "--explain", "--explain-schedule",
@@ -163,7 +164,7 @@ if HAS_EXECUTOR:
 CODES = {
     "diff": (1,), "ranks": (1,), "broken": (1,), "refused": (1,), "wrong trace": (3,), "no such unit": (3,),
     "swept in vain": (1,), "predictions": (0, 3), "fit": (0, 3), "recordings": (1, 3), "allocations": (0, 1, 3),
-    "traced": (3,), "rehearsed": (3,),
+    "traced": (3,), "rehearsed": (3,), "titan": (3, 4),
 }
 JSON = (
     "causes.json", "best.json", "best.report.json", "certificate.json", "best.strategy.json", "calibrated.json",
@@ -192,7 +193,7 @@ def outputs(folder):
         if name == "broken":
             break_plan(folder)
         if (
-            name == "traced"
+            name in ("traced", "titan")
             and folder.parent.name.startswith("test_every")
             and not any(f"[{kind}" in os.environ["PYTEST_CURRENT_TEST"] for kind in ("lines", "markup"))
         ):

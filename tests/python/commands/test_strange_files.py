@@ -20,6 +20,9 @@ HAS_EXECUTOR = (build_folder() / "bin" / "shardplan-run").exists()
 # Words with {file}, which the command reads.
 READERS = {
     "rehearse --cluster": ("rehearse", "--cluster", "{file}", "-q", "--", "true"),
+    "torchtitan --cluster": (
+        "torchtitan", "--module", "llama3", "--config", "llama3_debugmodel", "--cluster", "{file}",
+    ),
     "plan": ("plan", "{file}", "-o", "/dev/null"),
     "plan --strategy": ("plan", "{trace}", "--ranks", "2", "--strategy", "{file}", "-o", "/dev/null"),
     "plan --cluster": ("plan", "{trace}", "--cluster", "{file}", "-o", "/dev/null"),
@@ -78,7 +81,10 @@ if HAS_EXECUTOR:
     READERS["run"] = ("run", "{file}", "--device", "virtual")
     READERS["run --report"] = ("run", "{plan}", "--report", "{file}")
 # LibTorch loads slowly, Python starts slowly.
-SLOW = {"run", "run --report", "trace", "sweep", "sweep --cluster", "sweep --merge", "calibrate --base", "conformance"}
+SLOW = {
+    "run", "run --report", "trace", "torchtitan --cluster", "sweep", "sweep --cluster", "sweep --merge",
+    "calibrate --base", "conformance",
+}
 # Commands that answer for each thing that they are asked, and say in the answer what is wrong: their exit codes.
 ANSWERS = {"sweep": 1, "sweep --cluster": 1, "evaluate": 0}
 # Commands that do not read the file from front to back, or not by themselves.
@@ -179,7 +185,7 @@ def test_a_file_that_is_none_is_bad_input(name, files):
         if not strange and done.returncode == 2:
             continue
         assert "Traceback" not in done.stderr, (strange, done.stderr)
-        own = ("shardplan-run: ", "shardplan conformance: ", "shardplan trace: ")
+        own = ("shardplan-run: ", "shardplan conformance: ", "shardplan trace: ", "shardplan torchtitan: ")
         lines = [line for line in done.stderr.splitlines() if "error: " in line or line.startswith(own)]
         assert len(lines) == 1, (strange, done.stderr)
         assert not strange or os.path.basename(strange) in lines[0], (strange, lines)
