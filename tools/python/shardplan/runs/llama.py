@@ -13,7 +13,6 @@ Ranks are (data, ep, cp, tp), outermost first.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,18 +20,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
+from shardplan.tracer.fake_meshes import join_fake_group
+
 _DEGREES = ("ep", "cp", "tp")
 
 
 def _mesh(row) -> DeviceMesh:
     """The mesh of a process group of as many ranks as the row has."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     ranks = row["gpus"]
-    if dist.is_initialized() and dist.get_world_size() != ranks:
-        dist.destroy_process_group()
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    join_fake_group(ranks)
     sizes = [row.get(name) or 1 for name in _DEGREES]
     inner = 1
     for size in sizes:

@@ -20,6 +20,7 @@ from shardplan.command import ArgumentParser, NoCommand, built_command, file_nam
 from shardplan.installing import why_no_torch
 from shardplan.terminal import complain
 from shardplan.titan import table
+from shardplan.tracer.progress import Progress
 
 _NAME = "shardplan torchtitan"
 _DESCRIPTION = """\
@@ -105,7 +106,7 @@ class _Failed(Exception):
         self.exit_code = exit_code
 
 
-class _Progress:
+class _Progress(Progress):
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._begin = quiet, time.monotonic()
 
@@ -116,9 +117,6 @@ class _Progress:
 
     def note(self, text: str) -> None:
         print(f"torchtitan: note: {printable_name(text)}", file=sys.stderr, flush=True)
-
-    def part(self, done: int, total: int) -> None:
-        pass
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,10 +13,10 @@ import unittest.mock
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardplan.titan import absent
 from shardplan.tracer.errors import EnvironmentProblem, TracerError
+from shardplan.tracer.fake_meshes import join_fake_group
 
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam"}
 _IMPLEMENTATIONS = {"fused": "fused", "foreach": "foreach", "for-loop": "for_loop"}
@@ -80,7 +80,7 @@ class Job:
         from torchtitan.tools import utils
 
         config, spec = self.config, self.config.model_spec
-        _join(self.ranks)
+        join_fake_group(self.ranks)
         self.dims = dims = ParallelDims.from_config(config.parallelism, self.ranks)
         divisor = (dims.tp if config.parallelism.enable_sequence_parallel else 1) * (2 * dims.cp if dims.cp > 1 else 1)
         if self.seq % divisor:
@@ -171,12 +171,3 @@ class Job:
         if self.compiles("loss"):
             found.append("the compiled loss is traced as it is written (compile.components)")
         return found
-
-
-def _join(ranks: int) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized() and dist.get_world_size() != ranks:
-        dist.destroy_process_group()
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -14,6 +14,7 @@ import gc
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 _DERIVED = ("__getitem__", "_flatten", "_unflatten", "_get_all_submeshes")
 
 _made: list[DeviceMesh] = []  # inside of fake_meshes: a builder need not keep its mesh
+
+
+def join_fake_group(ranks: int) -> None:
+    """Makes this process rank 0 of a fake process group of so many ranks; a group of another size ends."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized() and dist.get_world_size() != ranks:
+        dist.destroy_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
 def known_meshes() -> list[DeviceMesh]:

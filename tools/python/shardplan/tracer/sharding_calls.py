@@ -183,10 +183,6 @@ def _managed(module: nn.Module, roots: list[nn.Module]) -> Iterator[tuple[nn.Mod
 _made: dict[type, type] = {}
 
 
-def is_noted(module: nn.Module) -> bool:
-    return type(module) in _made.values()
-
-
 def make_fsdp_module(module: nn.Module) -> None:
     """From now on it says that it is one, and notes calls of an FSDP module's methods."""
     kind = type(module)
