@@ -39,14 +39,14 @@ def test_what_does_not_exist_is_named_with_its_line(tmp_path, text, fault):
 
 def flags_of_commands():
     """Flags that the pages give to each command: {"memory": {"--rows": "docs/reference/memory.md", ...}, ...}; a line
-    that ends in a backslash goes on."""
+    that ends in a backslash goes on. Those with dots are torchtitan's."""
     flags: dict[str, dict[str, str]] = {}
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         text = page.read_text().replace("\\\n", " ")
         for command, rest in re.findall(
             r"(?:^|[`\s])shardplan ([a-z][a-z-]+)((?: [^`\n|#;&]*)?)", re.sub(r"tools/shardplan", "shardplan", text)
         ):
-            for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", rest.split(" -- ")[0]):
+            for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w.-])", rest.split(" -- ")[0]):
                 flags.setdefault(command, {})[flag] = page.name
     return flags
 

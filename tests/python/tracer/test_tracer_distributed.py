@@ -329,10 +329,20 @@ def test_compiled_blocks_communicate(tmp_path):
     assert names.count("c10d.allreduce_") == 3
 
 
-def test_a_model_that_is_sharded_already_is_an_error(tmp_path):
+def test_calls_of_fully_shard_change_no_trace_and_are_told(tmp_path):
     done = run("sharded", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the trace is of the model before: --strategy FILE has them" in done.stderr
+    found, expected = json.loads((tmp_path / "sharded.json").read_text()), traced("whole", tmp_path)
+    assert {key: found[key] for key in ("modules", "parameters", "forwards", "backwards")} == {
+        key: expected[key] for key in ("modules", "parameters", "forwards", "backwards")
+    }
+
+
+def test_a_model_that_is_sharded_already_is_an_error(tmp_path):
+    done = run("flat", tmp_path)
     assert done.returncode == 3
-    assert "layers.1 is under fully_shard already: trace the model without it" in done.stderr
+    assert "layers.1 is under FullyShardedDataParallel already: trace the model without it" in done.stderr
 
 
 def test_a_collective_that_nobody_knows_is_an_error_with_its_place(tmp_path):

@@ -301,6 +301,18 @@ def sharded(batch):
     return model, torch.zeros(batch, 16)
 
 
+def flat(batch):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    join()
+    model = Blocks()
+    flat = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # its constructor asks for a device
+    nn.Module.__init__(flat)
+    flat._fsdp_wrapped_module = model.layers[1]
+    model.layers[1] = flat
+    return model, torch.zeros(batch, 16)
+
+
 def gathers_without_gradient(batch):
     join()
     return Communicating(all_gather_into_tensor), torch.zeros(batch, 16)
