@@ -70,7 +70,8 @@ PyObject* PreForward(PyObject* self, PyObject* const* arguments, Py_ssize_t coun
   }
   const bool full_precision = options.full_precision_in_eval && !IsTraining(arguments[0]);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  return PreparedInputs(hooks.unit, hooks.unit.PreForward(full_precision), arguments[1], arguments[2]);
+  return PreparedInputs(hooks.unit, hooks.unit.PreForward(arguments[0], full_precision), arguments[1],
+                        arguments[2]);
   END_HANDLE_TH_ERRORS
 }
 

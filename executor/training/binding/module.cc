@@ -143,13 +143,21 @@ py::tuple Hooks(std::shared_ptr<PythonRuntime> runtime, UnitId unit, const std::
                         py::reinterpret_steal<py::object>(hooks.post_forward.release()));
 }
 
-// [(kind, unit, [(unit, parameter) of a gradient], keeps)].
+// [(kind, unit, [(unit, parameter) of a gradient], keeps)]. A module of a unit of several has ("enter" or
+// "leave", unit, [its number], False). A backward whose end no hook saw ends with "backward_over".
 py::list LogOf(const std::vector<executor::Fallback::Passed>& points) {
   py::list log;
   for (const executor::Fallback::Passed& passed : points) {
     py::list grads;
+    if (passed.module >= 0) {
+      grads.append(passed.module);
+      log.append(py::make_tuple(passed.kind == TriggerKind::kPreForward ? "enter" : "leave", passed.unit,
+                                grads, false));
+      continue;
+    }
     for (const SegmentGrad& grad : passed.grads) grads.append(py::make_tuple(grad.unit, grad.parameter));
-    log.append(py::make_tuple(std::string(Name(passed.kind)), passed.unit, grads, passed.keeps));
+    const std::string kind(passed.seen ? Name(passed.kind) : "backward_over");
+    log.append(py::make_tuple(kind, passed.unit, grads, passed.keeps));
   }
   return log;
 }

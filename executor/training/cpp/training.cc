@@ -378,7 +378,7 @@ Status Training::Impl::Begin() {
 void Training::Impl::Enter(std::int32_t module, std::span<at::Tensor* const> inputs) {
   for (UnitHooks* hooks : of_module_[module].units) {
     if (hooks->options().unit >= 0) runtime_->NoteEntered(hooks->options().unit);
-    const UnitHooks::InputWork work = hooks->PreForward(/*full_precision=*/false);
+    const UnitHooks::InputWork work = hooks->PreForward(of_module_[module].module, /*full_precision=*/false);
     if (!work.any()) continue;
     std::vector<at::Tensor> tensors;
     tensors.reserve(inputs.size());

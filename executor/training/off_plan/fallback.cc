@@ -11,6 +11,14 @@
 #include "training/failure.h"
 
 namespace shardplan::executor {
+namespace {
+
+bool IsOfBackward(TriggerKind kind) {
+  return kind == TriggerKind::kPreBackward || kind == TriggerKind::kPostBackward ||
+         kind == TriggerKind::kBackwardEnd;
+}
+
+}  // namespace
 
 std::string TriggerText(const Plan& plan, const TriggerKey& key) {
   Trigger trigger;
@@ -18,6 +26,28 @@ std::string TriggerText(const Plan& plan, const TriggerKey& key) {
   trigger.unit = key.unit;
   trigger.microbatch = key.microbatch;
   return shardplan::Describe(plan, trigger);
+}
+
+void Fallback::OpenBackward::Before(std::int64_t next, std::vector<Passed>& log) {
+  if (!passed || ends || next == id) return;
+  log.push_back({.kind = TriggerKind::kBackwardEnd, .unit = -1, .grads = {}, .keeps = keeps, .seen = false});
+  *this = {};
+}
+
+void Fallback::OpenBackward::Note(const Passed& point, std::int64_t of) {
+  if (point.kind == TriggerKind::kBackwardEnd) {
+    *this = {};
+  } else if (of != -1) {
+    passed = true;
+    ends = ends || point.kind == TriggerKind::kPreBackward;
+    keeps = point.keeps;
+    id = of;
+  }
+}
+
+void Fallback::NoteModule(const Passed& passed) {
+  open_.Before(torch::autograd::get_current_graph_task_id(), log_);
+  log_.push_back(passed);
 }
 
 bool Fallback::IsAsPlanned(PlanPosition next, TriggerKind kind, UnitId unit) const {
@@ -46,7 +76,7 @@ std::string Fallback::MissingGradient(PlanPosition next) const {
 }
 
 void Fallback::Begin(const std::string& found, const std::string& expected, Replayer& replayer,
-                     const std::function<void()>& publish) {
+                     const std::function<void()>& publish, const std::vector<ModulePassed>& modules) {
   deviation_ = fmt::format("the model deviates from the plan: found {}, expected {} ({})", found, expected,
                            replayer.Where());
   {
@@ -55,7 +85,9 @@ void Fallback::Begin(const std::string& found, const std::string& expected, Repl
   }
   publish();
   const PlanPosition now{replayer.step_index(), replayer.trigger_index()};
-  log_ = PlannedLog(now);
+  open_ = {};
+  log_ = PlannedLog(now, modules, open_);
+  if (open_.passed) open_.id = torch::autograd::get_current_graph_task_id();
   seen_.assign(units_.size(), {});
   for (const Passed& passed : log_) {
     for (const SegmentGrad& grad : passed.grads) {
@@ -78,19 +110,38 @@ int Fallback::BackwardsFrom(PlanPosition now) const {
                     [](const Trigger& trigger) { return trigger.kind == TriggerKind::kBackwardEnd; }));
 }
 
-std::vector<Fallback::Passed> Fallback::PlannedLog(PlanPosition until) const {
+std::vector<Fallback::Passed> Fallback::PlannedLog(PlanPosition until,
+                                                   const std::vector<ModulePassed>& modules) const {
+  OpenBackward open;
+  return PlannedLog(until, modules, open);
+}
+
+std::vector<Fallback::Passed> Fallback::PlannedLog(PlanPosition until,
+                                                   const std::vector<ModulePassed>& modules,
+                                                   OpenBackward& open) const {
   std::vector<Passed> log;
+  auto next = modules.begin();
+  const auto add_modules = [&](std::int32_t before) {
+    for (; next != modules.end() && next->before.trigger <= before; ++next) {
+      if (next->before.step == until.step) log.push_back(next->passed);
+    }
+  };
   std::vector<SegmentGrad> made;  // since the last point; those of a trigger's compute come after it
   for (std::int32_t t = 0; t < until.trigger; ++t) {
+    add_modules(t);
     const Trigger& trigger = plan_.steps[until.step].triggers[t];
+    const std::int64_t backward = IsOfBackward(trigger.kind) ? trigger.microbatch : -1;
+    open.Before(backward, log);
     log.push_back({trigger.kind, trigger.unit, std::exchange(made, {}),
                    order_.KeepsGradients(PlanPosition{until.step, t})});
+    open.Note(log.back(), backward);
     for (const Instruction& i : trigger.instructions) {
       if (i.kind != InstructionKind::kCompute) continue;
       const std::vector<SegmentGrad>& grads = plan_.segments[i.segment].grads;
       made.insert(made.end(), grads.begin(), grads.end());
     }
   }
+  add_modules(until.trigger);
   return log;
 }
 
@@ -108,7 +159,10 @@ void Fallback::CheckTogether(TriggerKind kind, UnitId unit) {
 
 void Fallback::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
   CheckTogether(kind, unit);
+  const std::int64_t backward = torch::autograd::get_current_graph_task_id();
+  open_.Before(backward, log_);
   log_.push_back({kind, unit, {}, !reduces_(unit)});
+  open_.Note(log_.back(), backward);
   switch (kind) {
     case TriggerKind::kPreForward:
     case TriggerKind::kPreBackward:
@@ -159,6 +213,7 @@ void Fallback::EndBackward() {
 
 void Fallback::EndStep() {
   seen_.clear();
+  open_.Before(-1, log_);
   for (const UnitId unit : on_demand_.UnitsWithGradients()) on_demand_.Reduce(unit);
   on_demand_.ReshardAll();
   active_ = false;

@@ -31,6 +31,14 @@ class Fallback {
     UnitId unit;
     std::vector<SegmentGrad> grads;
     bool keeps = false;  // post_backward, backward_end: gradients were not reduced
+    // No point, but where this module of a unit of several is entered (pre_forward) or left (post_forward).
+    std::int32_t module = -1;
+    bool seen = true;  // backward_end: a hook saw it (see [Note: backwards without an end])
+  };
+  // The same, in a step that follows the plan: in front of the trigger at `before`.
+  struct ModulePassed {
+    PlanPosition before;
+    Passed passed;
   };
 
   // reduces(unit): are its gradients to be reduced, or kept? in_words(text): what each rank says, when all
@@ -64,22 +72,25 @@ class Fallback {
   // "": none.
   std::string ExtraGradient(PlanPosition next) const;
   // The step leaves its plan before `replayer`'s next trigger; `found` is what comes instead of `expected`,
-  // for people. publish(): hands over the gradients that the plan has reduced.
+  // for people. publish(): hands over the gradients that the plan has reduced. modules: of the step so far.
   void Begin(const std::string& found, const std::string& expected, Replayer& replayer,
-             const std::function<void()>& publish);
+             const std::function<void()>& publish, const std::vector<ModulePassed>& modules);
   // A point that is passed while active. full_precision: of a unit that is not to be gathered in the low one.
   void Pass(TriggerKind kind, UnitId unit, bool full_precision);
   // All ranks are there. Collective.
   void CheckTogether(TriggerKind kind, UnitId unit);
   // Another output tensor of a flat unit got its gradient.
   void NotePreBackward(UnitId unit) { log_.push_back({TriggerKind::kPreBackward, unit, {}}); }
+  // A module of a unit of several is entered or left.
+  void NoteModule(const Passed& passed);
   // The step is over: reduces what is not reduced, and calls on_step_end().
   void EndStep();
   // The step is abandoned.
   void Abandon();
 
-  // The points of a step that follows the plan from its first trigger to the one at `until`.
-  std::vector<Passed> PlannedLog(PlanPosition until) const;
+  // The points of a step that follows the plan from its first trigger to the one at `until`. modules: those
+  // that it entered and left, as far as they are known.
+  std::vector<Passed> PlannedLog(PlanPosition until, const std::vector<ModulePassed>& modules) const;
   // The step that deviated, and what deviated first; "": none has.
   const std::vector<Passed>& log() const { return log_; }
   const std::string& deviation() const { return deviation_; }
@@ -90,6 +101,22 @@ class Fallback {
   // A gradient's tensor, and how often it was written; not to be looked into.
   using Seen = std::pair<const void*, std::uint32_t>;
 
+  // [Note: backwards without an end]
+  // A backward whose graph has no pre-backward of any unit has no end that a hook sees: FSDP2 queues none. It
+  // is that of a head which is called beside the model, while another module of its unit has yet to run. The
+  // log gets an end where it goes on with something else.
+  struct OpenBackward {
+    bool passed = false;  // has had a point, and no end
+    bool ends = false;    // a hook will see its end
+    bool keeps = false;
+    std::int64_t id = -1;
+    // A point of the backward `id` (-1: none) comes next.
+    void Before(std::int64_t next, std::vector<Passed>& log);
+    void Note(const Passed& passed, std::int64_t of);
+  };
+
+  std::vector<Passed> PlannedLog(PlanPosition until, const std::vector<ModulePassed>& modules,
+                                 OpenBackward& open) const;
   int BackwardsFrom(PlanPosition now) const;
   void TakeGradients(UnitId unit);
   // The gradients of a unit's parameters, as they are now; none of a flat unit.
@@ -108,6 +135,7 @@ class Fallback {
   bool active_ = false;
   std::string deviation_;
   std::vector<Passed> log_;
+  OpenBackward open_;       // of the log
   int backwards_left_ = 0;  // of the step that deviated
   std::vector<std::vector<Seen>>
       seen_;  // by unit and parameter: gradients that are in the log, and not reduced yet

@@ -177,7 +177,9 @@ void Runtime::Pass(TriggerKind kind, UnitId unit, bool full_precision) {
         throw TrainingError(ErrorCode::kNegative, change);
       }
       now_.full_precision_forwards.clear();
+      now_.modules.clear();
       now_.backwards = 0;
+      now_.unseen_backward = -1;
     }
     Fire(TriggerKey(replayer_->Expected()));
   }
@@ -243,7 +245,8 @@ bool Runtime::Deviate(const std::string& found, const std::string& instead_of, b
     if (!agreed) Throw(agreed.error());
     if (*agreed == DeviationVerdict::kGoOn) return GoOnWithZeros(text);
   }
-  fallback_.Begin(found, expected, *replayer_, [this] { handover_.PublishAll(/*zeros=*/false); });
+  fallback_.Begin(
+      found, expected, *replayer_, [this] { handover_.PublishAll(/*zeros=*/false); }, now_.modules);
   return true;
 }
 
@@ -293,6 +296,7 @@ void Runtime::PreForward(UnitId unit, bool full_precision) {
   if (unit < 0) return;
   if (!user_.suspended.empty()) throw TrainingError(ErrorCode::kNegative, user_.suspended);
   if (IsEvaluation(unit)) return on_demand_.Unshard(unit, full_precision);
+  CountUnseenBackward();
   const bool outermost = now_.forward_root == kNoUnit;
   if (outermost) {
     CheckIsNoMicrobatch();
@@ -321,6 +325,13 @@ std::vector<UnitId> Runtime::PostForward(UnitId unit) {
     if (evaluates) on_demand_.Reshard(other);
   }
   return completed;
+}
+
+void Runtime::NoteModule(TriggerKind kind, UnitId unit, std::int32_t module) {
+  if (unit < 0 || now_.evaluation_root != kNoUnit) return;
+  const Fallback::Passed passed{.kind = kind, .unit = unit, .grads = {}, .module = module};
+  if (fallback_.active()) return fallback_.NoteModule(passed);
+  now_.modules.push_back({Position(), passed});
 }
 
 // A checkpoint around a function that calls the unit several times runs it again behind the post-backward of
@@ -358,18 +369,36 @@ void Runtime::PostBackward(UnitId unit) {
   if (units_[unit].flat && !fallback_.active() && MissesPostBackward(unit)) return;
   units_[unit].in_backward = false;
   groups_.InBackward(unit);
+  CountUnseenBackward();
+  if (!now_.backward_end_queued) {
+    now_.unseen_backward = torch::autograd::get_current_graph_task_id();
+    now_.unit_of_unseen = unit;
+  }
   Pass(TriggerKind::kPostBackward, unit);
   SetGradDTypes(unit, false);
 }
 
 void Runtime::QueueBackwardEnd() {
   if (now_.backward_end_queued) return;
+  CountUnseenBackward();
+  now_.unseen_backward = -1;
   now_.backward_end_queued = true;
   torch::autograd::Engine::get_default_engine().queue_callback(
       [self = shared_from_this()] { self->BackwardEnd(); });
   FollowSetters();
   if (fallback_.active() || !handover_.IsDropped()) return;
   Deviate("zero_grad() between micro-batches", "gradients that the backward adds to");
+}
+
+bool Runtime::IsOver(std::int64_t unseen_backward) const {
+  return unseen_backward != -1 && unseen_backward != torch::autograd::get_current_graph_task_id();
+}
+
+void Runtime::CountUnseenBackward() {
+  if (!IsOver(now_.unseen_backward)) return;
+  ++now_.backwards;
+  now_.unseen_backward = -1;
+  if (now_.forward_root == now_.unit_of_unseen) now_.forward_root = kNoUnit;
 }
 
 void Runtime::BackwardEnd() {

@@ -102,6 +102,8 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   c10::Device torch_device() const { return device_->torch_device(); }
   // Returns the units that are left with it, the forward's outermost; see [Note: groups].
   std::vector<UnitId> PostForward(UnitId unit);
+  // A module of a unit of several is entered (pre_forward) or left (post_forward), its number in the unit.
+  void NoteModule(TriggerKind kind, UnitId unit, std::int32_t module);
   // run: of which forward of the unit, as Runs() counted it then.
   void PreBackward(UnitId unit, std::int64_t run);
   // Forwards of the unit that have been left.
@@ -176,7 +178,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   bool BetweenSteps() const;
   // Forwards with gradients begun, and backwards ended, in the step under way.
   std::int64_t forwards() const { return std::ssize(now_.full_precision_forwards); }
-  std::int64_t backwards() const { return now_.backwards; }
+  std::int64_t backwards() const { return now_.backwards + (IsOver(now_.unseen_backward) ? 1 : 0); }
   // Steps of the training so far, of this runtime and of those before it.
   std::int64_t step() const { return replayer_->step(); }
   void CountFrom(std::int64_t step) { replayer_->CountFrom(step); }
@@ -235,6 +237,9 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   void Fire(const TriggerKey& trigger);
   Status FireWatched(const TriggerKey& trigger);
   void BackwardEnd();
+  // [Note: backwards without an end]
+  bool IsOver(std::int64_t unseen_backward) const;
+  void CountUnseenBackward();
   void QueueBackwardEnd();
   // [Note: what autograd converts gradients to]
   // FSDPParamGroup._set_unsharded_grad_dtypes. A gradient that may be wider than its parameter stays as it is
@@ -291,7 +296,10 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
     bool backward_end_queued = false;
     bool reduced_all = false;  // the last backward
     std::int64_t backwards = 0;
+    std::int64_t unseen_backward = -1;  // the graph task of a backward whose end no hook sees
+    UnitId unit_of_unseen = kNoUnit;    // the last one that it went through
     std::vector<bool> full_precision_forwards;
+    std::vector<Fallback::ModulePassed> modules;   // of units of several, while the plan is followed
     bool zeros_for_missing = false;                // see FireWithZeros
     TriggerKind firing = TriggerKind::kStepBegin;  // the trigger under way, or the last one
   };

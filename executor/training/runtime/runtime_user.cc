@@ -148,7 +148,7 @@ std::string Runtime::RequiresGradChange() const {
 
 std::vector<Fallback::Passed> Runtime::PlannedLog() const {
   const auto triggers = static_cast<std::int32_t>(plan_->steps[plan_->steady_step].triggers.size());
-  return fallback_.PlannedLog({plan_->steady_step, triggers});
+  return fallback_.PlannedLog({plan_->steady_step, triggers}, now_.modules);
 }
 
 void Runtime::OptimizerSteps() {
@@ -246,7 +246,9 @@ void Runtime::Abandon() {
   now_.forward_root = now_.evaluation_root = kNoUnit;
   now_.backward_end_queued = false;
   now_.full_precision_forwards.clear();
+  now_.modules.clear();
   now_.backwards = 0;
+  now_.unseen_backward = -1;
   const ReleaseLock unlocked(lock_);
   OrThrow(replayer_->Restart());
 }

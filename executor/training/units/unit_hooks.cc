@@ -3,6 +3,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+
 #include "training/profiler_ranges.h"
 #include "training/runtime/runtime.h"
 #include "training/units/inputs_done.h"
@@ -42,17 +44,29 @@ bool CastFloatingPoint(std::vector<at::Tensor>& tensors, at::ScalarType dtype) {
   return changed;
 }
 
-UnitHooks::InputWork UnitHooks::PreForward(bool full_precision) {
+void UnitHooks::NoteModule(TriggerKind kind, const void* module) {
+  if (options_.modules.size() < 2) return;
+  const auto found = std::ranges::find(options_.modules, module);
+  if (found == options_.modules.end()) return;
+  runtime_->NoteModule(kind, options_.unit, static_cast<std::int32_t>(found - options_.modules.begin()));
+}
+
+UnitHooks::InputWork UnitHooks::PreForward(const void* module, bool full_precision) {
   const UnitId unit = options_.unit;
   // The modules of a group are entered one after the other, in one forward of the unit.
   runtime_->GiveUpInterrupted(options_.modules.size() > 1 ? -1 : unit);
   const ModuleGroups::Entered entered = runtime_->groups().Enter(unit, options_.modules);
-  if (!entered.runs_hook) return {};
+  if (!entered.runs_hook) {
+    NoteModule(TriggerKind::kPreForward, module);
+    return {};
+  }
   if (runtime_->IsRecomputing(unit)) {
     runtime_->Recompute(TriggerKind::kPreForward, unit);
+    NoteModule(TriggerKind::kPreForward, module);
     return {};
   }
   runtime_->PreForward(unit, full_precision);
+  NoteModule(TriggerKind::kPreForward, module);
   FlatUnit* flat = runtime_->Flat(unit);
   const bool grad = unit >= 0 && at::GradMode::is_enabled();
   return {
@@ -91,6 +105,7 @@ bool UnitHooks::Prepare(const InputWork& work, bool is_cast, std::vector<at::Ten
 UnitHooks::OutputWork UnitHooks::PostForward(const void* module) {
   const UnitId unit = options_.unit;
   const bool casts = options_.output_dtype.has_value();
+  NoteModule(TriggerKind::kPostForward, module);
   if (!runtime_->groups().Leave(unit, options_.modules, module)) {
     return {.casts = casts && runtime_->groups().each_is_cast(), .hooks = false, .completed = {}};
   }

@@ -44,8 +44,8 @@ class UnitHooks {
   Runtime& runtime() const { return *runtime_; }
   const HookOptions& options() const { return options_; }
 
-  // A module of the unit is entered. full_precision: see HookOptions.
-  InputWork PreForward(bool full_precision);
+  // Module `module` is entered. full_precision: see HookOptions.
+  InputWork PreForward(const void* module, bool full_precision);
   // `tensors`: all of the inputs', cast already if `is_cast`. Returns whether any is another one now.
   bool Prepare(const InputWork& work, bool is_cast, std::vector<at::Tensor>& tensors);
 
@@ -61,6 +61,7 @@ class UnitHooks {
   void HookOutputs(const OutputWork& work, const std::vector<at::Tensor>& tensors);
 
  private:
+  void NoteModule(TriggerKind kind, const void* module);
   void HookPreBackward(UnitId unit, const std::vector<at::Tensor>& tensors);
 
   std::shared_ptr<Runtime> runtime_;

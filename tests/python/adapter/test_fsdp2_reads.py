@@ -18,7 +18,7 @@ from conftest import ROOT, installed_pytorch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardplan.torch._model.outline import outline
+from shardplan.torch._model.units import Arguments, Strategy
 from shardplan.torch._model.units import Arguments
 
 pytestmark = pytest.mark.skipif(installed_pytorch() != "2.15", reason="the lists are of 2.15")
@@ -175,7 +175,7 @@ def entries(model: nn.Module) -> tuple[list[dict], list[dict]]:
     """Entries of the model's parameters, in its outline and in its trace."""
     from shardplan.tracer import session
 
-    said = outline(model)["parameters"]
+    said = Strategy(model, None, Arguments()).trace["parameters"]
     if any(entry.get("placements") for entry in said):
         from shardplan.tracer.module_tree import ModuleTree
 

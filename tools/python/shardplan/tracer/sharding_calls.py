@@ -32,13 +32,38 @@ _HANDLES = {"unshard": "wait_for_unshard", "finalize_backward": "wait_for_gradie
 
 @dataclass
 class Unit:
-    """A call of fully_shard. placed, kept: what its functions say of parameters, by module and own name."""
+    """A call of fully_shard. managed: its parameters, by module and own name. placed, kept: what the call's functions
+    say of them."""
 
     modules: list[nn.Module]
     arguments: dict[str, Any]
+    managed: list[tuple[nn.Module, str]] = field(default_factory=list)
     placed: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     kept: list[tuple[nn.Module, str]] = field(default_factory=list)
     ignored: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @staticmethod
+    def of(
+        modules: list[nn.Module], arguments: dict[str, Any], is_unit: Callable[[nn.Module], bool] | None = None
+    ) -> Unit:
+        """Asks the functions now: they know parameters that are others when a trace is made. is_unit: of modules that
+        are units by themselves."""
+        unit = Unit(modules, arguments)
+        place = arguments.get("shard_placement_fn")
+        policy = arguments.get("mp_policy")
+        override = getattr(policy, "param_dtype_override_fn", None)
+        left_out = {id(parameter) for parameter in arguments.get("ignored_params") or ()}
+        for module in modules:
+            for owner, name, parameter in _managed(module, modules, is_unit or is_noted):
+                if id(parameter) in left_out:
+                    unit.ignored.append((owner, name))
+                    continue
+                unit.managed.append((owner, name))
+                if place is not None and (placed := place(parameter)) is not None:
+                    unit.placed.append((owner, name, placed))
+                if override is not None and override(parameter) == parameter.dtype != policy.param_dtype:
+                    unit.kept.append((owner, name))
+        return unit
 
 
 @dataclass
@@ -102,11 +127,10 @@ def recording() -> Iterator[Sharding]:
     if hasattr(fsdp, "share_comm_ctx"):
         replaced[fsdp.share_comm_ctx] = lambda modules: sharding.shared.append(list(modules))
     _active.append(sharding)
-    _replace_everywhere(replaced)
     try:
-        yield sharding
+        with replaced_everywhere(replaced):
+            yield sharding
     finally:
-        _replace_everywhere({new: old for old, new in replaced.items()})
         _active.remove(sharding)
 
 
@@ -118,8 +142,17 @@ def _fsdp() -> types.ModuleType | None:
     return fsdp if hasattr(fsdp, "fully_shard") else None
 
 
+@contextlib.contextmanager
+def replaced_everywhere(replaced: dict[Callable, Callable]) -> Iterator[None]:
+    """Inside, names of all modules that are one of the functions are another."""
+    _replace_everywhere(replaced)
+    try:
+        yield
+    finally:
+        _replace_everywhere({new: old for old, new in replaced.items()})
+
+
 def _replace_everywhere(replaced: dict[Callable, Callable]) -> None:
-    """Names of modules that are one of the functions become another."""
     by_id = {id(old): new for old, new in replaced.items()}
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
@@ -140,9 +173,7 @@ def _noting(sharding: Sharding, fsdp: types.ModuleType) -> Callable:
         modules = [module] if isinstance(module, nn.Module) else list(module)
         if not modules or any(isinstance(one, (nn.ModuleList, nn.ModuleDict)) for one in modules):
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
-        unit = Unit(modules, arguments)
-        _ask_functions(unit)
-        sharding.units.append(unit)
+        sharding.units.append(Unit.of(modules, arguments))
         for one in modules:
             make_fsdp_module(one)
         return module
@@ -151,33 +182,17 @@ def _noting(sharding: Sharding, fsdp: types.ModuleType) -> Callable:
     return fully_shard
 
 
-def _ask_functions(unit: Unit) -> None:
-    """Asks the call's functions about the parameters that it manages, which are others when the trace is made."""
-    arguments = unit.arguments
-    place, ignored = arguments.get("shard_placement_fn"), arguments.get("ignored_params") or ()
-    override = getattr(arguments.get("mp_policy"), "param_dtype_override_fn", None)
-    param_dtype = getattr(arguments.get("mp_policy"), "param_dtype", None)
-    left_out = {id(parameter) for parameter in ignored}
-    for module in unit.modules:
-        for owner, name, parameter in _managed(module, unit.modules):
-            if id(parameter) in left_out:
-                unit.ignored.append((owner, name))
-                continue
-            if place is not None and (placed := place(parameter)) is not None:
-                unit.placed.append((owner, name, placed))
-            if override is not None and override(parameter) == parameter.dtype != param_dtype:
-                unit.kept.append((owner, name))
-
-
-def _managed(module: nn.Module, roots: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _managed(
+    module: nn.Module, roots: list[nn.Module], is_unit: Callable[[nn.Module], bool]
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Parameters of the module and of those below it that are no unit by themselves."""
-    if is_noted(module) and all(module is not root for root in roots):
+    if is_unit(module) and all(module is not root for root in roots):
         return
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield module, name, parameter
     for child in module.children():
-        yield from _managed(child, roots)
+        yield from _managed(child, roots, is_unit)
 
 
 _made: dict[type, type] = {}

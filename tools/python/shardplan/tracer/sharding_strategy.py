@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -39,19 +39,22 @@ class NotSaid(TracerError):
     """A strategy document has no field for what a builder does."""
 
 
-def document(sharding: Sharding, names: Names, trace: dict, checkpoint: dict | None = None) -> dict[str, Any]:
-    """Raises NotSaid. checkpoint: the strategy's field."""
+def document(
+    sharding: Sharding, names: Names, trace: dict, checkpoint: dict | None = None, ranks: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Raises NotSaid. checkpoint: the strategy's field. ranks: the job's, in the order of the plan's; None: all."""
     if sharding.unsaid:
         raise NotSaid(f"the model calls {sharding.unsaid[0]}, which a strategy document cannot say")
     if not sharding.units:
         raise NotSaid("the model never calls fully_shard, so there is no strategy to write")
-    return _Document(sharding, names, trace).fields(checkpoint)
+    return _Document(sharding, names, trace, ranks).fields(checkpoint)
 
 
 class _Document:
-    def __init__(self, sharding: Sharding, names: Names, trace: dict) -> None:
+    def __init__(self, sharding: Sharding, names: Names, trace: dict, ranks: Sequence[int] | None) -> None:
         self._sharding, self._names, self._trace = sharding, names, trace
-        self._world = trace.get("world_size", 1)
+        self._world = trace.get("world_size", 1) if ranks is None else len(ranks)
+        self._position = {rank: place for place, rank in enumerate(range(self._world) if ranks is None else ranks)}
         self._shard_dims: dict[int, list[str]] = {}
         self._unit_of = {
             names.of(module): names.of(unit.modules[0]) for unit in sharding.units for module in unit.modules
@@ -118,6 +121,7 @@ class _Document:
     def _ranks(self, mesh: Any, dims: Any) -> Ranks:
         """FSDP's dimensions of a mesh that fully_shard is given; None: of all ranks."""
         if mesh is None:
+            self._named.setdefault((self._world, 1), "shard")
             return Ranks(((self._world, 1),) if self._world > 1 else ())
         names = list(mesh.mesh_dim_names or ())
         if dims is not None:
@@ -129,12 +133,13 @@ class _Document:
             shard, replicate = [mesh.ndim - 1], [0] if mesh.ndim == 2 else None
         own = [*(shard or ()), *(replicate or ())]
         for dims_of in (shard or [], replicate or [], *([dim] for dim in own)):
-            found = self._digits(mesh, dims_of) if names and dims_of else ()
+            kind = "shard" if dims_of and dims_of[0] in (shard or ()) else "replicate"
+            found = self._digits(mesh, dims_of) if dims_of else ()
             many = [names[dim] for dim in dims_of if mesh.size(dim) > 1] if names else []
             if len(found) == 1:
-                self._named.setdefault(found[0], "_".join(many))
+                self._named.setdefault(found[0], "_".join(many) or kind)
             elif names and dims_of and not many:
-                self._named.setdefault("shard" if dims_of[0] in (shard or ()) else "replicate", names[dims_of[0]])
+                self._named.setdefault(kind, names[dims_of[0]])
         return Ranks(*(None if part is None else self._digits(mesh, part) for part in (shard, replicate)))
 
     def _digits(self, mesh: Any, dims: list[int]) -> Digits:
@@ -144,8 +149,9 @@ class _Document:
             if len(place) == 0:
                 raise NotSaid("fully_shard is given a mesh without this rank")
             index = tuple(slice(None) if dim in dims else place[0, dim] for dim in range(mesh.ndim))
-            ranks = tuple(sorted(numbers[index].flatten().tolist())) if dims else ()
-        found = digits(ranks, self._world)
+            ranks = tuple(numbers[index].flatten().tolist()) if dims else ()
+        places = tuple(sorted(self._position[rank] for rank in ranks if rank in self._position))
+        found = digits(places, self._world) if len(places) == len(ranks) else None
         if found is None:
             raise NotSaid(f"fully_shard is given a mesh whose ranks {ranks} are no digits of a rank's number")
         return tuple(found)

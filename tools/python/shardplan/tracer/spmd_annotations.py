@@ -51,6 +51,19 @@ def annotated_placements(parameters: dict[str, torch.Tensor]) -> dict[str, list[
     }
 
 
+def placements_on(fqn: str, parameter: torch.Tensor, mesh, fsdp: set[str]) -> list[dict]:
+    """The same of one parameter along the dimensions of the mesh that it is stored on, but for those of `fsdp`."""
+    import spmd_types as spmd
+
+    types = _types(fqn, parameter)
+    axes = {
+        name: spmd.MeshAxis.of(mesh.get_group(name))
+        for position, name in enumerate(mesh.mesh_dim_names or ())
+        if name not in fsdp and mesh.size(position) > 1
+    }
+    return [_entry(fqn, parameter, axis, types[axis], [name]) for name, axis in axes.items() if axis in types]
+
+
 def _types(fqn: str, parameter: torch.Tensor) -> dict:
     """MeshAxis -> type, S(dim) in place of V with a PartitionSpec."""
     import spmd_types as spmd

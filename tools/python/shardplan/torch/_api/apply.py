@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import os
 import weakref
+from collections.abc import Callable
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +20,7 @@ from .._checkpoints.flat_checkpoint import support_checkpoints
 from .._checkpoints.flat_state_dict import hook_state_dicts, unhook_state_dicts
 from .._job.agree import agree
 from .._job.arguments import Memory, OnDeviation, PlanError, check_choice, seconds
-from .._job.mesh import process_groups, resolve_mesh
+from .._job.mesh import Given, OwnMesh, process_groups, resolve_mesh
 from .._job.native import native
 from .._job.peers import connect, peers
 from .._model.fit import ModelParameter, check_model, check_placement, parameters_of, untied
@@ -38,12 +39,12 @@ from .._replay.runtime import make_runtime, supply_shards
 
 
 def _shard_unit(
-    plan, unit_id: int, by_fqn: dict[str, ModelParameter], own_mesh: tuple[DeviceMesh, bool]
+    plan, unit_id: int, by_fqn: dict[str, ModelParameter], own_mesh: OwnMesh
 ) -> list[ShardedParameter]:
     """Replaces the unit's parameters by their shards."""
     unit = plan.units[unit_id]
     host = plan.shards_on_host(unit_id)
-    sharded = [shard_parameter(by_fqn[p.fqn].parameter, *own_mesh, p.shard_dim, host) for p in unit.parameters]
+    sharded = [shard_parameter(p.fqn, by_fqn[p.fqn].parameter, own_mesh, p.shard_dim, host) for p in unit.parameters]
     for expected, made in zip(unit.parameters, sharded):
         if expected.grad_dtype is not None:
             made.shard.grad_dtype = torch_dtype(expected.grad_dtype)
@@ -171,8 +172,10 @@ def apply_plan(
     timeout: float | datetime.timedelta | None,
     verify: bool = True,
     skeleton: Skeleton | None = None,
+    given: Callable[[], Given] = dict,
 ) -> Applied:
-    """The work of apply(), for auto(), too. skeleton: of the model of auto()."""
+    """The work of apply(), for auto(), too. skeleton: of the model of auto(). given: makes the meshes that the user's
+    calls name, all ranks together."""
     check_choice("on_deviation", on_deviation, OnDeviation)
     check_choice("memory", memory, Memory)
     if hasattr(model, ATTRIBUTE):
@@ -195,12 +198,12 @@ def apply_plan(
     made_groups: dict = {}
 
     def make_groups() -> tuple:
-        resolved = resolve_mesh(plan, mesh, device)
-        meshes = [mesh_of_unit(plan, unit, model, resolved) for unit in plan.units]
+        resolved, own = resolve_mesh(plan, mesh, device), given()
+        meshes = [mesh_of_unit(plan, unit, model, resolved, own) for unit in plan.units]
         # Groups of flattened meshes, too.
-        return resolved, meshes, process_groups(plan, resolved, made_groups, timeout_s)
+        return resolved, own, meshes, process_groups(plan, resolved, own.values(), made_groups, timeout_s)
 
-    mesh, meshes, groups = connect(make_groups, timeout_s)
+    mesh, of_user, meshes, groups = connect(make_groups, timeout_s)
     runtime = make_runtime(plan, mesh, device, groups, memory, timeout_s)
     replaced = {id(found.parameter): weakref.ref(found.parameter) for found in by_fqn.values()}
     source = Source(by_fqn, mesh, device, initialize, broadcast_from_rank_0)
@@ -211,6 +214,7 @@ def apply_plan(
         model,
         plan,
         mesh,
+        of_user,
         meshes,
         device,
         groups,

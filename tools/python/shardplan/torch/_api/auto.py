@@ -23,11 +23,10 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._job.agree import agree
-from .._job.arguments import Decision, Memory, PlanError, Policy, check_choice, ranks_of, seconds
+from .._job.arguments import Decision, Memory, PlanError, Policy, check_choice, seconds
 from .._job.first_rank import from_first_rank
 from .._job.peers import peers
 from .._model.init import Initialize, reset_parameters
-from .._model.outline import outline
 from .._model.skeleton import Skeleton, backends_of
 from .._model.units import Arguments, Strategy, Units, forget_marks
 from .._plans.documents import plan_of
@@ -42,13 +41,12 @@ from .ties import TiesMadeLater
 _FOLDER: Any = object()  # `plans` was not given
 
 
-def _ranks_of(mesh: DeviceMesh | None) -> list[int]:
+def _check_initialized() -> None:
     if not dist.is_initialized():
         raise PlanError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group before "
             "shardplan.torch.auto"
         )
-    return ranks_of(mesh)
 
 
 def _search_arguments(
@@ -116,13 +114,11 @@ def auto(
     searched = _search_arguments(policy, budget, allow, search_seconds)
     defaults = Arguments.of(arguments)
     timeout_s = seconds(timeout)
-    strategy = Strategy(model, mesh, defaults)
-    document = strategy.document(units)
+    _check_initialized()
+    strategy = Strategy(model, mesh, defaults, units)
     forget_marks(model)
-    whole = strategy.whole_mesh
-    ranks = _ranks_of(whole)
+    document, trace, ranks, whole = strategy.document, strategy.trace, strategy.ranks, strategy.whole_mesh()
     peers()
-    trace = outline(model, strategy.own_dims)
     where = ["--ranks", str(len(ranks))] + (
         ["--cluster", os.path.abspath(cluster) if os.path.exists(cluster) else os.fspath(cluster)] if cluster else []
     )
@@ -159,12 +155,14 @@ def auto(
         memory=memory,
         timeout=timeout,
         skeleton=skeleton,
+        given=strategy.given,
     )
     # Micro-batches are what the loop says, whatever a plan on disk has.
     applied.set_sync(list(range(len(plan.units))), True)
     applied.await_optimizer()
+    applied.following.plan_anew = lambda setup: make_plan("plan", trace, {**document, "setup": setup}, where)
     applied.setters.came_from_disk()
-    TiesMadeLater.watch(applied, document, where, strategy.own_dims, ranks)
+    TiesMadeLater.watch(applied, document, where, strategy, ranks)
     following = AutoPlanned(applied, store, facts, ranks, costs, quiet)
     if policy == "optimize":
         own = {**facts, "planned": [*where, *searched], "compiled": backends_of(model)}

@@ -63,9 +63,9 @@ def switch(applied: Applied, plan, ties: Ties = (), same_units: bool = False) ->
     shards = _regrouped(plan, applied.plan, applied.shards, ties)
 
     def make_groups() -> tuple:
-        return [mesh_of_unit(plan, unit, applied.model, applied.mesh) for unit in plan.units], process_groups(
-            plan, applied.mesh, applied.made_groups, applied.timeout_s
-        )
+        return [
+            mesh_of_unit(plan, unit, applied.model, applied.mesh, applied.given) for unit in plan.units
+        ], process_groups(plan, applied.mesh, applied.given.values(), applied.made_groups, applied.timeout_s)
 
     meshes, groups = connect(make_groups, applied.timeout_s)
     runtime = make_runtime(plan, applied.mesh, applied.device, groups, applied.memory, applied.timeout_s)

@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from .._job.arguments import PlanError
 from .._job.first_rank import from_first_rank
-from .._model.outline import outline
+from .._model.units import Strategy
 from .._parameters.shard import ShardedParameter, adopt_parameter
 from .._plans.documents import names_of, plan_of
 from .._plans.planning import make_plan
@@ -31,16 +31,16 @@ class TiesMadeLater:
     """Looks once, where the first step begins, or an evaluation before it."""
 
     applied: weakref.ref[Applied]
-    document: dict[str, Any]  # the strategy
+    document: dict[str, Any]  # of the strategy
     where: list[str]
-    own_dims: set[str]
+    strategy: Strategy
     ranks: list[int]
 
     @staticmethod
     def watch(
-        applied: Applied, document: dict[str, Any], where: list[str], own_dims: set[str], ranks: list[int]
+        applied: Applied, document: dict[str, Any], where: list[str], strategy: Strategy, ranks: list[int]
     ) -> None:
-        later = TiesMadeLater(weakref.ref(applied), document, where, own_dims, ranks)
+        later = TiesMadeLater(weakref.ref(applied), document, where, strategy, ranks)
         applied.runtime.at_next_forward(lambda _unit, module, _args, _kwargs: later.forward_begins(module))
 
     def forward_begins(self, module: nn.Module) -> Callable | None:
@@ -68,7 +68,7 @@ class TiesMadeLater:
                 module.register_parameter(own, kept)
 
         def make() -> str:
-            return make_plan("plan", outline(model, self.own_dims), self.document, self.where)
+            return make_plan("plan", self.strategy.outline(model), self.document, self.where)
 
         plan = plan_of(from_first_rank(make, self.ranks, applied.timeout_s))
         for names, owner in ties:
@@ -160,8 +160,7 @@ def _check(applied: Applied, owner: _Planned, other: _Planned) -> None:
     ):
         if of_owner != of_other:
             raise PlanError(f"{tie}, and they differ in {what}: {of_other} and {of_owner}. {way_out}")
-    mesh, shards = applied.meshes[other.unit]
-    rows, ranks = other.expected.shape[other.expected.shard_dim], mesh.size(mesh.ndim - 1) if shards else 1
+    rows, ranks = other.expected.shape[other.expected.shard_dim], applied.meshes[other.unit].ranks
     most = -(-rows // ranks)
     if most and rows % most:
         raise PlanError(

@@ -3,9 +3,9 @@
 before.
 
 [Note: calls of setters] A strategy has calls in two places: in `setup`, before the first step, and in `program`, inside
-of each. A call between two steps holds from then on, so it goes to `setup`. A loop that calls setters inside
-of its steps, too, does so in each of them: then all calls of a step are its program's. So are the calls that do
-something instead of setting it (unshard, reshard, finalize_backward).
+of each. A call between two steps holds from then on, so it goes to `setup`. A loop that calls the same method inside of
+its steps, too, does so in each of them: then the call is its program's. So are the calls that do something instead of
+setting it (unshard, reshard, finalize_backward).
 
 The next step is expected to call what the last one called: its plan is chosen when it begins. A step that calls
 otherwise than its plan has it is right all the same. Units are gathered and freed at other points, and numbers are the
@@ -24,6 +24,7 @@ from .._replay.applied import Applied
 # Setters that are never called inside of a step.
 _IN_SETUP = {"set_gradient_divide_factor", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
 _OF_A_STEP = {"unshard", "reshard"}
+_SYNC = ("set_requires_gradient_sync", "set_requires_all_reduce")
 
 
 def _same_target(a: dict, b: dict) -> bool:
@@ -134,8 +135,8 @@ class Setters:
         for call in self._between:
             self._first = _with(self._first, call)
         inside, self._inside, self._between = self._inside, [], []
-        if self._from_disk:
-            self._from_disk = False
+        from_disk, self._from_disk = self._from_disk, False
+        if from_disk:
             inside = [
                 (passes, {k: v for k, v in call.items() if k != "call"})
                 for passes, call in following.calls
@@ -151,11 +152,11 @@ class Setters:
         try:
             following.follow_calls(setup, calls)
         except PlanError as error:
-            if all(
-                call["method"] not in ("set_requires_gradient_sync", "set_requires_all_reduce") for call in self._first
-            ):
+            if all(call["method"] not in _SYNC for call in self._first):
                 raise
             self._refused = error  # with what the step calls inside it may be planned
+            if from_disk:  # what another run has set does not hold
+                following.follow_calls([call for call in setup if call["method"] not in _SYNC], ())
             self.watch()
             return
         units, self._without_all_reduce = list(self._without_all_reduce), set()
@@ -168,11 +169,13 @@ class Setters:
             if call["method"] in _IN_SETUP:
                 setup = _with(setup, call)
         first = [call for call in first if call["method"] not in _IN_SETUP]
+        again = {call["method"] for _, call in inside} | _OF_A_STEP
         calls = list(inside)
-        if inside or any(call["method"] in _OF_A_STEP for call in first):
-            calls = [*((0, call) for call in first), *inside]
-        else:
-            for call in first:
+        for call in reversed(first):
+            if call["method"] in again:
+                calls.insert(0, (0, call))
+        for call in first:
+            if call["method"] not in again:
                 setup = _with(setup, call)
         finalizes = any(call["method"] == "set_manual_backward_finalization" and call["value"] for call in setup)
         if finalizes and not any(call["method"] == "finalize_backward" for _, call in calls):

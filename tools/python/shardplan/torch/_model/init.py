@@ -41,6 +41,7 @@ def _materialize_tensors(module: nn.Module, by_fqn_slots: dict[int, list[Slot]],
         if parameter is None or not parameter.is_meta:
             continue
         made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+        vars(made).update(vars(parameter))  # annotations of spmd_types, and what `initialize` looks at
         for slot in by_fqn_slots[id(parameter)]:
             slot.module.register_parameter(slot.name, made)
     for name, buffer in list(module._buffers.items()):

@@ -5,12 +5,13 @@ step says what they really do."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch.nn as nn
 
-from shardplan.tracer.local_tensors import placements
 from shardplan.tracer.module_tree import gradient_fields
 
 from .fit import ModelParameter, dtype_name, modules_of, parameters_of, unwrapped
@@ -47,7 +48,7 @@ def class_names(model: nn.Module) -> dict[str, str]:
     return {fqn: type(unwrapped(module)).__name__ for fqn, module in modules_of(model).items()}
 
 
-def _parameter_entries(by_fqn: dict[str, ModelParameter], own_dims: Collection[str]) -> list[dict]:
+def _parameter_entries(by_fqn: dict[str, ModelParameter], placed: Mapping[str, list[dict]]) -> list[dict]:
     entries = []
     for fqn, found in by_fqn.items():
         if found.slots[0].fqn != fqn:
@@ -60,8 +61,8 @@ def _parameter_entries(by_fqn: dict[str, ModelParameter], own_dims: Collection[s
         entry.update(gradient_fields(parameter))
         if others := [slot.fqn for slot in found.slots[1:]]:
             entry["shared_with"] = others
-        if placed := [entry for entry in placements(parameter) if entry["mesh_dim"] not in own_dims]:
-            entry["placements"] = placed
+        if placed.get(fqn):
+            entry["placements"] = copy.deepcopy(placed[fqn])
         entries.append(entry)
     return entries
 
@@ -115,12 +116,11 @@ class _Walk:
                 self._backward.insert(len(self._backward) - passes_on, ["grad_ready", self._ids[fqn], 0, 0, 0])
 
 
-def outline(model: nn.Module, own_dims: Collection[str] = ()) -> dict[str, Any]:
-    """The trace document. own_dims: FSDP's dimensions of the mesh that parameters are on already; they are replicated
-    there."""
+def outline(model: nn.Module, placed: Mapping[str, list[dict]] = MappingProxyType({})) -> dict[str, Any]:
+    """The trace document. placed: by FQN, what parameters are placed on besides FSDP's dimensions."""
     names = class_names(model)
     by_fqn = parameters_of(model)
-    parameters = _parameter_entries(by_fqn, own_dims)
+    parameters = _parameter_entries(by_fqn, placed)
     numbers = {name: i for i, entry in enumerate(parameters) for name in (entry["fqn"], *entry.get("shared_with", ()))}
     walk = _Walk(model, names, numbers)
     floating = [found.parameter.dtype for found in by_fqn.values() if found.parameter.dtype.is_floating_point]

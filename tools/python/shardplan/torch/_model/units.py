@@ -4,17 +4,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from shardplan.tracer import sharding_strategy
+from shardplan.tracer.communicators import digits
+from shardplan.tracer.errors import TracerError
+from shardplan.tracer.local_tensors import placements
+from shardplan.tracer.sharding_calls import Names, Sharding, Unit
+from shardplan.tracer.spmd_annotations import placements_on
 
 from .._job.arguments import PlanError
-from .fit import dtype_name, modules_of, parameters_of, unwrapped
+from .._job.mesh import Given, OwnMesh, mesh_of_ranks
+from .annotated import is_annotated
+from .fit import modules_of, parameters_of, unwrapped
+from .outline import outline
 
 _MARK = "_shardplan_mark"  # of the first module of a marked unit
 _order = itertools.count()  # of the marks of a process: units are made in the order of the calls
@@ -40,6 +54,12 @@ class Arguments:
         if given.get("ignored_params") is not None:
             given = {**given, "ignored_params": frozenset(given["ignored_params"])}
         return Arguments(**given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """By name, those that are not None."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,81 +97,200 @@ def forget_marks(model: nn.Module) -> None:
         vars(module).pop(_MARK, None)
 
 
-def _data_parallel(dims: Any) -> dict[str, list[str]]:
-    """DataParallelMeshDims in the form of a strategy."""
-    return {
-        kind: list(names) for kind, names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)) if names
-    }
+def _is_marked(module: nn.Module) -> bool:
+    return _MARK in vars(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """The place that fully_shard gives a parameter. info: of shard_placement_fn, torch's FSDPMeshInfo."""
+
+    mesh: DeviceMesh | None
+    dims: Any = None
+    info: Any = None
+
+    @property
+    def own_names(self) -> set[str]:
+        """FSDP's dimensions of the mesh that the parameter itself lies on."""
+        return set() if self.dims is None else {*self.dims.shard_names, *self.dims.replicate_names}
 
 
 class Strategy:
-    """Builds the document of one model."""
+    """All that fully_shard is told about one model.
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, defaults: Arguments) -> None:
-        self._model = model
-        self._by_fqn = parameters_of(model)
-        self._parameters = {id(found.parameter): fqn for fqn, found in reversed(self._by_fqn.items())}
-        modules = modules_of(model)
+    document: the strategy. trace: the outline that goes with it. ranks: the job's, in the order of the plan's.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh | None, defaults: Arguments, units: Units | None = None
+    ) -> None:
+        """Raises PlanError, TypeError, ValueError."""
+        modules, self._names = modules_of(model), Names(model)
         self._fqns = {id(module): fqn for fqn, module in reversed(modules.items())}
         self._fqns |= {id(unwrapped(module)): fqn for fqn, module in modules.items()}
-        self._mesh, self._defaults = mesh, defaults
-        self._dims = defaults.dp_mesh_dims  # of the mesh's dimensions those that are FSDP's, where a call names them
-        self._ignored: set[str] = set()
-        self._shard_dims: dict[str, int] = {}
-
-    def document(self, units: Units | None) -> dict[str, Any]:
         marks = sorted(
-            (vars(module)[_MARK] for module in self._model.modules() if _MARK in vars(module)),
-            key=lambda mark: mark.order,
+            (vars(module)[_MARK] for module in model.modules() if _is_marked(module)), key=lambda mark: mark.order
         )
         if units is not None and marks:
             raise ValueError(
                 "shardplan: modules are marked with shardplan.torch.unit, and `units` is given: one of them says what "
                 "units are"
             )
-        given = [self._defaults.dp_mesh_dims, *(mark.arguments.dp_mesh_dims for mark in marks)]
-        self._dims = next((dims for dims in given if dims is not None), None)
-        meshes = [mark.arguments.mesh for mark in marks if mark.arguments.mesh is not None]
-        self._mesh = self._mesh or next(iter(meshes), None)
-        if other := next((mesh for mesh in meshes if mesh != self._mesh), None):
-            raise PlanError(
-                f"units on several meshes ({self._mesh} and {other}): write the strategy, `parameter_meshes` and "
-                "`data_parallel`, and plan it"
-            )
-        rules = [self._marked(mark) for mark in marks] if marks else [self._rule(entry) for entry in units or []]
-        if rules and not any("" in rule["modules"] for rule in rules):
-            rules.append({"modules": [""]})
-        document: dict[str, Any] = {"schema": "shardplan.strategy/1", "policy": "fsdp2", **self._mesh_fields()}
-        document["units"] = rules
-        document |= self._arguments(self._defaults, self._by_fqn)
-        if self._ignored:
-            document["ignored_parameters"] = sorted(self._ignored)
-        if self._shard_dims:
-            document["fsdp2"] = {
-                "shard_dims": [{"parameters": [fqn], "dim": dim} for fqn, dim in self._shard_dims.items()]
-            }
-        return document
+        calls = self._calls(model, marks, defaults.given | ({} if mesh is None else {"mesh": mesh}))
+        self._placed = self._of_parameters(calls)
+        self._placements, lines = self._lines(model)
+        self.ranks = self._job_ranks(lines)
+        self._communicators = self._digits_of(lines)
+        self.trace = self.outline(model)
+        try:
+            document = sharding_strategy.document(Sharding(calls), self._names, self.trace, ranks=self.ranks)
+        except TracerError as error:
+            raise PlanError(str(error)) from error
+        # The strategy's mesh has cut them.
+        self._placements = {entry["fqn"]: entry.get("placements", []) for entry in self.trace["parameters"]}
+        self.document = document if marks else self._by_rules(document, units)
 
-    @property
-    def own_dims(self) -> set[str]:
-        """Dimensions of the parameters' own mesh that are FSDP's (dp_mesh_dims)."""
-        return set() if self._dims is None else {*self._dims.shard_names, *self._dims.replicate_names}
+    def outline(self, model: nn.Module) -> dict[str, Any]:
+        """The trace of the module tree of the model, or of its skeleton."""
+        trace = outline(model, self._placements)
+        if self._communicators:
+            trace["world_size"] = len(self.ranks)
+            trace["communicators"] = [{"name": name, **digit} for name, digit in self._communicators.items()]
+        return trace
 
-    @property
     def whole_mesh(self) -> DeviceMesh | None:
-        """The mesh that the plan is applied on: all dimensions, if others than FSDP's cut parameters already."""
-        if self._mesh is None or self._dims is not None or not self._is_cut():
-            return self._mesh
-        return self._mesh._get_root_mesh()
+        """The mesh that the plan is applied on. None: all ranks of the default process group."""
+        meshes = {id(placed.mesh): placed.mesh for placed in self._placed.values() if placed.mesh is not None}
+        if not meshes:
+            return None
+        dims = [(dim["name"], dim["size"]) for dim in self.document["mesh"]]
+        for mesh in [*meshes.values(), *(mesh._get_root_mesh() for mesh in meshes.values())]:
+            if mesh.mesh.flatten().tolist() == self.ranks and tuple(mesh.mesh.shape) == tuple(s for _, s in dims):
+                return mesh
+        return mesh_of_ranks(self.ranks, dims, next(iter(meshes.values())).device_type)
 
-    def _is_cut(self) -> bool:
-        return any(isinstance(found.parameter, DTensor) for found in self._by_fqn.values())
+    def given(self) -> Given:
+        """The meshes that the user's calls name, by parameter. Collective."""
+        if all(placed.mesh is None for placed in self._placed.values()):
+            return {}
+        device = next(placed.mesh.device_type for placed in self._placed.values() if placed.mesh is not None)
 
-    def _fqn(self, module: nn.Module) -> str:
-        fqn = self._fqns.get(id(module))
-        if fqn is None:
-            raise ValueError(f"shardplan: a unit's {type(module).__name__} is no module of the model")
-        return fqn
+        @functools.cache
+        def default() -> DeviceMesh:
+            return init_device_mesh(device, (dist.get_world_size(),))
+
+        def make(placed: _Placed) -> OwnMesh:
+            if placed.info is not None:
+                return OwnMesh.of_info(placed.info, placed.mesh, placed.dims)
+            return OwnMesh.of(placed.mesh or default(), placed.dims)
+
+        made: dict[tuple, OwnMesh] = {}
+        found = {}
+        for fqn, placed in self._placed.items():
+            key = (id(placed.mesh), repr(placed.dims), id(placed.info))
+            if key not in made:
+                made[key] = make(placed)
+            found[fqn] = made[key]
+        return found
+
+    def _calls(self, model: nn.Module, marks: list[Mark], shared: dict[str, Any]) -> list[Unit]:
+        """fully_shard's calls: one for each mark, and one for the root. `shared`, or the first call with a mesh, says
+        what a call leaves out."""
+        called = [(list(mark.modules), shared | mark.arguments.given) for mark in marks]
+        if not any(module is model for modules, _ in called for module in modules):
+            called.append(([model], shared))
+        first = next((arguments for _, arguments in called if "mesh" in arguments), {})
+        parameters = {id(found.parameter) for found in parameters_of(model).values()}
+        calls = []
+        for modules, arguments in called:
+            for module in modules:
+                if id(module) not in self._fqns:
+                    raise ValueError(f"shardplan: a unit's {type(module).__name__} is no module of the model")
+            if any(id(parameter) not in parameters for parameter in arguments.get("ignored_params") or ()):
+                raise ValueError("shardplan: ignored_params has a parameter that the model does not have")
+            if "mesh" not in arguments:
+                arguments = {name: first[name] for name in ("mesh", "dp_mesh_dims") if name in first} | arguments
+            calls.append(Unit.of(modules, arguments, _is_marked))
+        return calls
+
+    def _of_parameters(self, calls: list[Unit]) -> dict[str, _Placed]:
+        found = {}
+        for call in calls:
+            mesh, dims = call.arguments.get("mesh"), call.arguments.get("dp_mesh_dims")
+            if mesh is not None and dims is not None and mesh.mesh_dim_names is None:
+                raise PlanError("the mesh needs names for its dimensions (mesh_dim_names): dp_mesh_dims names some")
+            for entry in call.managed:
+                found[self._names.parameter(*entry)] = _Placed(mesh, dims)
+            for owner, name, placed in call.placed:
+                info = getattr(placed, "mesh_info", None)
+                if info is not None:
+                    whole, of_info = getattr(info, "spmd_mesh", None), getattr(info, "dp_mesh_dims", None)
+                    found[self._names.parameter(owner, name)] = _Placed(whole or info.mesh, of_info, info)
+        return found
+
+    def _lines(self, model: nn.Module) -> tuple[dict[str, list[dict]], dict[str, tuple[int, ...]]]:
+        """By FQN the placements besides FSDP's dimensions; by name of a dimension this rank's line along it."""
+        by_fqn: dict[str, list[dict]] = {}
+        lines: dict[str, tuple[int, ...]] = {}
+        for fqn, found in parameters_of(model).items():
+            parameter, placed = found.parameter, self._placed.get(fqn)
+            own_names = set() if placed is None else placed.own_names
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                entries = [entry for entry in placements(parameter) if entry["mesh_dim"] not in own_names]
+            elif is_annotated(parameter) and placed is not None and placed.dims is not None:
+                mesh = placed.mesh
+                try:
+                    entries = placements_on(fqn, parameter, mesh, own_names)
+                except TracerError as error:
+                    raise PlanError(str(error)) from error
+            else:
+                continue
+            names = list(mesh.mesh_dim_names or (f"dim{i}" for i in range(mesh.ndim)))
+            for entry in entries:
+                line = _line(mesh, names.index(entry["mesh_dim"]))
+                if lines.setdefault(entry["mesh_dim"], line) != line:
+                    raise PlanError(
+                        f"parameters lie on two dimensions called {entry['mesh_dim']}: of the ranks "
+                        f"{lines[entry['mesh_dim']]}, and of {line}"
+                    )
+            by_fqn[fqn] = entries
+        return by_fqn, lines
+
+    def _job_ranks(self, lines: dict[str, tuple[int, ...]]) -> list[int]:
+        """All of the one mesh that there is; else all ranks that FSDP's dimensions and those of the parameters lead to.
+        """
+        meshes = {id(placed.mesh): placed for placed in self._placed.values()}
+        only = next(iter(meshes.values()), _Placed(None))
+        if len(meshes) <= 1 and not lines:
+            return _world() if only.mesh is None else only.mesh.mesh.flatten().tolist()
+        every = [*lines.values()]
+        for placed in meshes.values():
+            if placed.mesh is None:
+                return _world()
+            every += [_line(placed.mesh, i) for i in range(placed.mesh.ndim)]
+        return _reached(every)
+
+    def _digits_of(self, lines: dict[str, tuple[int, ...]]) -> dict[str, dict[str, int]]:
+        position = {rank: place for place, rank in enumerate(self.ranks)}
+        found = {}
+        for name, line in lines.items():
+            of_line = digits(tuple(sorted(position[rank] for rank in line)), len(self.ranks))
+            if of_line is None or len(of_line) > 1:
+                raise PlanError(f"the ranks along {name} ({line}) are no digit of a rank's number")
+            size, stride = of_line[0] if of_line else (1, 1)
+            found[name] = {"size": size, "stride": stride}
+        return found
+
+    def _by_rules(self, document: dict[str, Any], units: Units | None) -> dict[str, Any]:
+        """document: of one call for the whole model, whose arguments are all units'."""
+        whole = document["units"][0]
+        document |= {name: whole[name] for name in ("reshard_after_forward",) if name in whole}
+        own = {name: whole[name] for name in ("parameter_meshes",) if name in whole}
+        rules = [self._rule(entry) | own for entry in units or ()]
+        if (rules or own) and not any("" in rule["modules"] for rule in rules):
+            rules.append({"modules": [""], **own})
+        return document | {"units": rules}
 
     def _rule(self, entry: Any) -> dict[str, Any]:
         if isinstance(entry, str):
@@ -159,7 +298,9 @@ class Strategy:
         if isinstance(entry, type) and issubclass(entry, nn.Module):
             return {"modules": [f"class:{entry.__name__}"]}
         if isinstance(entry, nn.Module):
-            return {"modules": [self._fqn(entry)]}
+            if id(entry) not in self._fqns:
+                raise ValueError(f"shardplan: a unit's {type(entry).__name__} is no module of the model")
+            return {"modules": [self._fqns[id(entry)]]}
         if isinstance(entry, dict):
             return dict(entry)
         raise TypeError(
@@ -167,95 +308,41 @@ class Strategy:
             f"not {type(entry).__name__}"
         )
 
-    def _marked(self, mark: Mark) -> dict[str, Any]:
-        rule: dict[str, Any] = {"modules": [self._fqn(module) for module in mark.modules]}
-        if len(mark.modules) > 1:
-            rule["group"] = True
-        prefixes = tuple(f"{fqn}." if fqn else "" for fqn in rule["modules"])
-        inside = {fqn: found for fqn, found in self._by_fqn.items() if fqn.startswith(prefixes)}
-        return rule | self._arguments(mark.arguments, inside)
 
-    def _arguments(self, arguments: Arguments, parameters: dict) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        if arguments.reshard_after_forward is not None:
-            fields["reshard_after_forward"] = arguments.reshard_after_forward
-        if arguments.mp_policy is not None:
-            fields["mixed_precision"] = self._mixed_precision(arguments.mp_policy, parameters)
-        if isinstance(arguments.offload_policy, CPUOffloadPolicy):
-            fields["cpu_offload"] = True
-            if arguments is self._defaults:
-                fields["pin_memory"] = arguments.offload_policy.pin_memory
-        for parameter in arguments.ignored_params or ():
-            if id(parameter) not in self._parameters:
-                raise ValueError("shardplan: ignored_params has a parameter that the model does not have")
-            self._ignored.add(self._parameters[id(parameter)])
-        if arguments.shard_placement_fn is not None:
-            self._place(arguments.shard_placement_fn, parameters)
-        if arguments.dp_mesh_dims is not None:
-            dims = arguments.dp_mesh_dims
-            fields["data_parallel"] = _data_parallel(dims)
-        return fields
+def _world() -> list[int]:
+    return list(range(dist.get_world_size()))
 
-    def _mixed_precision(self, policy: MixedPrecisionPolicy, parameters: dict) -> dict[str, Any]:
-        names = ("param_dtype", "reduce_dtype", "output_dtype")
-        fields: dict[str, Any] = {
-            name: dtype_name(getattr(policy, name)) for name in names if getattr(policy, name) is not None
-        }
-        if not policy.cast_forward_inputs:
-            fields["cast_forward_inputs"] = False
-        override = getattr(policy, "param_dtype_override_fn", None)  # 2.15
-        if override is not None:
-            kept = [
-                fqn
-                for fqn, found in parameters.items()
-                if override(found.parameter) == found.parameter.dtype != policy.param_dtype
-            ]
-            if kept:
-                fields["keep_param_dtype"] = kept
-        return fields
 
-    def _place(self, function: Callable, parameters: dict) -> None:
-        for fqn, found in parameters.items():
-            placed = function(found.parameter)
-            if placed is None:
-                continue
-            if not isinstance(placed, Shard):
-                raise PlanError(
-                    f"shard_placement_fn puts {fqn} on a mesh of its own ({type(placed).__name__}): write the "
-                    "strategy (`parameter_meshes`), and plan it"
-                )
-            if placed.dim != 0:
-                self._shard_dims[fqn] = placed.dim % found.parameter.ndim
+def _line(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
+    """The ranks along a dimension from this one, in the mesh's order."""
+    place = (mesh.mesh == dist.get_rank()).nonzero()
+    if len(place) == 0:
+        raise PlanError(f"rank {dist.get_rank()} is not in the mesh {mesh}")
+    index = tuple(slice(None) if i == dim else place[0, i] for i in range(mesh.ndim))
+    return tuple(mesh.mesh[index].flatten().tolist())
 
-    def _mesh_fields(self) -> dict[str, Any]:
-        mesh = self._mesh
-        if mesh is None:
-            return {}
-        if self._is_cut() or self._dims is not None:
-            whole = self.whole_mesh
-            if whole.mesh_dim_names is None or mesh.mesh_dim_names is None:
-                raise PlanError(
-                    "the mesh needs names for its dimensions (mesh_dim_names) where parameters are DTensors already, "
-                    "or dp_mesh_dims names some"
-                )
-            names = mesh.mesh_dim_names
-            own = {"shard": [names[-1]], "replicate": list(names[:-1])}
-            if self._dims is not None:
-                if len(self._dims.shard_names) > 1 and self._is_cut():
-                    raise PlanError(
-                        "dp_mesh_dims names several dimensions to shard over, and parameters are DTensors on them: "
-                        "give one dimension"
-                    )
-                own = {"shard": [], "replicate": [], **_data_parallel(self._dims)}
-                if unknown := [name for listed in own.values() for name in listed if name not in names]:
-                    raise PlanError(
-                        f"dp_mesh_dims names {', '.join(unknown)}, and the mesh has the dimensions {', '.join(names)}"
-                    )
-            dims = [{"name": name, "size": whole.size(i)} for i, name in enumerate(whole.mesh_dim_names)]
-            return {"mesh": dims, "data_parallel": {kind: listed for kind, listed in own.items() if listed}}
-        if mesh.ndim > 2:
-            raise PlanError(
-                f"fully_shard takes a mesh of one dimension, or of two (replicate, shard); found {mesh.ndim}"
-            )
-        kinds = ("replicate", "shard")[2 - mesh.ndim :]
-        return {"mesh": [{"name": kind, "size": mesh.size(i)} for i, kind in enumerate(kinds)]}
+
+def _reached(lines: list[tuple[int, ...]]) -> list[int]:
+    """All ranks that steps along these lead to, in the order of their numbers."""
+    world, cuts, covered = dist.get_world_size(), set(), []
+    for line in lines:
+        of_line = digits(tuple(sorted(line)), world)
+        if of_line is None:
+            raise PlanError(f"the ranks {line} are no digits of a rank's number")
+        covered += of_line
+        cuts |= {place for size, stride in of_line for place in (stride, size * stride)}
+    cuts = sorted(cuts)
+    steps = [
+        (low, high // low)
+        for low, high in zip(cuts, cuts[1:])
+        if any(stride <= low < size * stride for size, stride in covered)
+    ]
+    for low, high in zip(cuts, cuts[1:]):
+        if high % low:
+            raise PlanError(f"dimensions of the meshes overlap (at {low} and at {high} ranks)")
+    rank = dist.get_rank()
+    base = rank - sum(rank // low % size * low for low, size in steps)
+    ranks = [base]
+    for low, size in steps:
+        ranks = [first + low * digit for digit in range(size) for first in ranks]
+    return sorted(ranks)

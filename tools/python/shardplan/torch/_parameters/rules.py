@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardplan import patterns
 
-from .._job.mesh import data_parallel_mesh
+from .._job.mesh import Given, OwnMesh, data_parallel_mesh
 from .._model.fit import modules_of, unwrapped
 
 
@@ -57,16 +57,19 @@ def mixed_precision_policy(precision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=precision.cast_forward_inputs is not False)
 
 
-def mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh) -> tuple[DeviceMesh, bool]:
-    """The result of data_parallel_mesh for the unit."""
-    rule = rule_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
-    own = rule.parameter_meshes if rule is not None else []
+def mesh_of_unit(plan, unit, model: nn.Module, mesh: DeviceMesh, given: Given) -> OwnMesh:
+    """FSDP's mesh of the unit's parameters: the user's own, else that of the plan's rules."""
     # All parameters of the unit are on one mesh.
     names = [name for p in unit.parameters[:1] for name in (p.fqn, *p.shared_with)]
+    if given and not names:  # nothing of it lies anywhere
+        return next(iter(given.values()))
+    if own := next((given[name] for name in names if name in given), None):
+        return own
+    rule = rule_of(plan, unit.modules[0], modules_of(model)[unit.modules[0]])
     placed = next(
         (
             m.data_parallel
-            for m in own
+            for m in (rule.parameter_meshes if rule is not None else [])
             if any(matches(pattern, name, model) for pattern in m.parameters for name in names)
         ),
         None,

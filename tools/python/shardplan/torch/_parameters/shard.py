@@ -11,9 +11,11 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .._job.arguments import PlanError
+from .._job.mesh import OwnMesh
+from .._model.annotated import Annotation, annotation_of
 
 
 @dataclasses.dataclass
@@ -24,6 +26,7 @@ class ShardedParameter:
     padded: flat, the size of the first rank's piece, zeros after this rank's own: what is gathered.
     spec: of `shard`.
     whole_spec: of a DTensor parameter (cut over dimensions of the mesh that are not FSDP's), its own spec.
+    annotation: of a plain one that spmd_types annotates; whole_spec is that of its storage.
     """
 
     shard: nn.Parameter
@@ -31,51 +34,71 @@ class ShardedParameter:
     spec: DTensorSpec
     whole_spec: DTensorSpec | None = None
     own_dims: tuple[int, ...] = ()  # of whole_spec's mesh, which are FSDP's: its reductions add up along them
+    annotation: Annotation | None = None
 
 
-def _spec(parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: int) -> DTensorSpec:
-    """The sharded parameter's spec: FSDP's dimensions, then those that the parameter is cut over already."""
-    placements = [Replicate()] * mesh.ndim
-    if shards:
+def _spec(parameter: nn.Parameter, whole: DTensorSpec | None, own: OwnMesh, shard_dim: int) -> DTensorSpec:
+    """The sharded parameter's spec: FSDP's dimensions, then those that the parameter is cut over already. whole: of the
+    parameter as it is."""
+    placements = [Replicate()] * own.mesh.ndim
+    if own.shards:
         placements[-1] = Shard(shard_dim)
-    if not isinstance(parameter, DTensor):
-        return DTensorSpec(mesh, tuple(placements), TensorMeta(parameter.shape, parameter.stride(), parameter.dtype))
-    spec = parameter._spec
-    if own := own_dims(spec, mesh):
-        return _spec_on_own_mesh(spec, own[-1] if shards else None, shard_dim, own)
-    pieces = spec.num_shards_map[shard_dim]
-    if shards and pieces > 1:
+    if whole is None:
+        meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
+        return DTensorSpec(own.mesh, tuple(placements), meta)
+    if own.whole is not None:
+        return _spec_on_whole(whole, own, shard_dim)
+    pieces = whole.num_shards_map[shard_dim]
+    if own.shards and pieces > 1:
         placements[-1] = _StridedShard(shard_dim, split_factor=pieces)
-    joined = DeviceMesh._concatenate([mesh, spec.mesh])
-    return DTensorSpec(joined, (*placements, *spec.placements), spec.tensor_meta)
+    joined = DeviceMesh._concatenate([own.mesh, whole.mesh])
+    return DTensorSpec(joined, (*placements, *whole.placements), whole.tensor_meta)
 
 
-def own_dims(spec: DTensorSpec, mesh: DeviceMesh) -> list[int]:
-    """Positions of FSDP's dimensions among those of the parameter's own mesh (dp_mesh_dims); [] if they are apart."""
-    names, of_fsdp = spec.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
-    return [names.index(name) for name in of_fsdp] if of_fsdp and set(of_fsdp) <= set(names) else []
+def _on_whole(spec: DTensorSpec | None, own: OwnMesh) -> OwnMesh:
+    """With FSDP's dimensions among those of the parameter's own mesh (dp_mesh_dims), where they are: a plan does not
+    say which mesh its dimensions are of."""
+    names, of_fsdp = (spec.mesh.mesh_dim_names if spec else None) or (), own.mesh.mesh_dim_names or ()
+    if own.whole is not None or not of_fsdp or not set(of_fsdp) <= set(names):
+        return own
+    positions = tuple(names.index(name) for name in of_fsdp)
+    shard = positions[-1:] if own.shards else ()
+    return dataclasses.replace(own, whole=spec.mesh, replicate=positions[: len(positions) - len(shard)], shard=shard)
 
 
-def _spec_on_own_mesh(spec: DTensorSpec, shard: int | None, shard_dim: int, own: list[int]) -> DTensorSpec:
+def _spec_on_whole(spec: DTensorSpec, own: OwnMesh, shard_dim: int) -> DTensorSpec:
     """FSDPParam._init_sharding_spec_spmd: the parameter is replicated over FSDP's dimensions, and cut over one of them
-    from now on."""
+    from now on. Several of them are one in its mesh."""
     names = spec.mesh.mesh_dim_names
     placements = list(spec.placements)
-    for dim in own:
+    for dim in (*own.replicate, *own.shard):
         if not isinstance(placements[dim], Replicate):
             raise PlanError(
                 f"with dp_mesh_dims parameters are replicated over {names[dim]}, and one is placed {placements[dim]} "
                 "there"
             )
-    if shard is not None:
-        behind = [
-            i
-            for i in range(shard + 1, spec.mesh.ndim)
-            if isinstance(placements[i], (Shard, _StridedShard)) and placements[i].dim == shard_dim
-        ]
-        pieces = math.prod(spec.mesh.size(i) for i in behind)
-        placements[shard] = _StridedShard(shard_dim, split_factor=pieces) if pieces > 1 else Shard(shard_dim)
-    return DTensorSpec(spec.mesh, tuple(placements), spec.tensor_meta)
+    if not own.shard:
+        return spec
+    first = own.shard[0]
+    behind = [
+        i
+        for i in range(first + 1, spec.mesh.ndim)
+        if isinstance(placements[i], (Shard, _StridedShard)) and placements[i].dim == shard_dim
+    ]
+    pieces = math.prod(spec.mesh.size(i) for i in behind)
+    placements[first] = _StridedShard(shard_dim, split_factor=pieces) if pieces > 1 else Shard(shard_dim)
+    if len(own.shard) == 1:
+        return DTensorSpec(spec.mesh, tuple(placements), spec.tensor_meta)
+    meshes: list[DeviceMesh] = []
+    joined: list[Placement] = []
+    for dim, name in enumerate(names):
+        if dim == first:
+            meshes.append(own.mesh)
+            joined += [Replicate()] * (own.mesh.ndim - 1) + [placements[dim]]
+        elif dim not in own.shard and dim not in own.replicate:
+            meshes.append(spec.mesh[name])
+            joined.append(placements[dim])
+    return DTensorSpec(DeviceMesh._concatenate(meshes), tuple(joined), spec.tensor_meta)
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -84,33 +107,32 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 @torch.no_grad()
-def shard_parameter(
-    parameter: nn.Parameter, mesh: DeviceMesh, shards: bool, shard_dim: int, host: bool
-) -> ShardedParameter:
+def shard_parameter(fqn: str, parameter: nn.Parameter, own: OwnMesh, shard_dim: int, host: bool) -> ShardedParameter:
     """Cuts as torch.chunk does. `parameter` holds the whole values (of a DTensor: this rank's part of them), the same
-    on all ranks of `mesh`, FSDP's own: cut over its last dimension if it `shards`. host: the shard is in host memory
-    (pinned, where the values came from a GPU)."""
-    spec = _spec(parameter, mesh, shards, shard_dim)
+    on all ranks of FSDP's mesh. host: the shard is in host memory (pinned, where the values came from a GPU)."""
+    annotation = annotation_of(fqn, parameter, own)
+    whole_spec = annotation.spec if annotation else getattr(parameter, "_spec", None)
+    own = _on_whole(whole_spec, own)
+    spec = _spec(parameter, whole_spec, own, shard_dim)
     whole = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-    ranks, place = (mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)) if shards else (1, 0)
+    ranks, place = own.ranks, own.mesh.get_local_rank(own.mesh.ndim - 1) if own.shards else 0
     if shard_dim > 0 and whole.shape[shard_dim] % ranks != 0:
         raise PlanError(
             f"a parameter of shape {list(whole.shape)} cannot be cut evenly on dim {shard_dim} by {ranks} ranks"
         )
-    own = list(torch.chunk(whole, ranks, dim=shard_dim))[place:][:1]
-    length = own[0].shape[shard_dim] if own else 0
+    part = list(torch.chunk(whole, ranks, dim=shard_dim))[place:][:1]
+    length = part[0].shape[shard_dim] if part else 0
     shape = list(whole.shape)
     shape[shard_dim] = math.ceil(shape[shard_dim] / ranks)
     padded = whole.new_zeros(shape)
-    if own:
-        padded.narrow(shard_dim, 0, length).copy_(own[0])
+    if part:
+        padded.narrow(shard_dim, 0, length).copy_(part[0])
     if host and padded.device.type != "cpu":
         padded = padded.cpu().pin_memory()
     local = as_dtensor(padded.narrow(shard_dim, 0, length), spec)
     shard = nn.Parameter(local, requires_grad=parameter.requires_grad)
-    if not isinstance(parameter, DTensor):
-        return ShardedParameter(shard, padded.view(-1), spec)
-    return ShardedParameter(shard, padded.view(-1), spec, parameter._spec, tuple(own_dims(parameter._spec, mesh)))
+    own_dims = (*own.replicate, *own.shard) if whole_spec is not None and own.whole is not None else ()
+    return ShardedParameter(shard, padded.view(-1), spec, whole_spec, own_dims, annotation)
 
 
 @torch.no_grad()
@@ -147,17 +169,23 @@ def adopt_parameter(expected, sharded: ShardedParameter, found) -> None:
 
 def whole_parameter(view: torch.Tensor, sharded: ShardedParameter) -> nn.Parameter:
     """The parameter that modules hold while the unit is gathered: an autograd leaf over `view`."""
-    data = view if sharded.whole_spec is None else as_dtensor(view, sharded.whole_spec)
-    return nn.Parameter(data, requires_grad=sharded.shard.requires_grad)
+    plain = sharded.whole_spec is None or sharded.annotation is not None
+    data = view if plain else as_dtensor(view, sharded.whole_spec)
+    made = nn.Parameter(data, requires_grad=sharded.shard.requires_grad)
+    if sharded.annotation is not None:
+        sharded.annotation.restore(made)
+    return made
 
 
 def gradient_unwrapper(sharded: ShardedParameter):
     """gradient of the whole parameter -> the local tensor to reduce; None: it is one."""
     if sharded.whole_spec is None:
         return None
-    placements, own = sharded.whole_spec.placements, sharded.own_dims
+    placements, own, annotation = sharded.whole_spec.placements, sharded.own_dims, sharded.annotation
 
-    def local_gradient(gradient: DTensor) -> torch.Tensor:
+    def local_gradient(gradient: torch.Tensor) -> torch.Tensor:
+        if annotation is not None:
+            gradient = as_dtensor(gradient, annotation.gradient)
         wanted = tuple(
             found if dim in own else placed for dim, (found, placed) in enumerate(zip(gradient.placements, placements))
         )

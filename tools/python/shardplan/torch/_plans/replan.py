@@ -40,7 +40,12 @@ def calls_of(strategy: dict) -> tuple[list[dict], Calls]:
 
 class _Trace:
     """Builds the trace document, and the program, from [(kind, unit, gradients, keeps)] and the calls of setters
-    between them."""
+    between them.
+
+    [Note: modules of a unit] A point says which unit is entered, not which of its modules. The runtime notes each
+    module of a unit of several: ("enter" or "leave", unit, [module], False). A plan that has run no step has no such
+    notes: each of its units runs whole, in the order of its modules (`_with_modules`).
+    """
 
     def __init__(
         self, plan, modules: list[str], requires_grad: RequiresGrad, full_precision_forwards: list[bool], calls: Calls
@@ -55,10 +60,9 @@ class _Trace:
         self._parameter: dict[tuple[int, int], int] = {}
         self._forwards: list[dict] = []
         self._backwards: list[dict] = []
-        self.program: list[dict] = []
-        self._open: list[int] = []  # units entered and not left
-        self._entries: dict[int, list[list]] = {}  # of these: events, whose modules are named when all are there
-        self._exits: list[list] = []  # events of modules that are not named yet
+        self.program: list[dict] = []  # forwards and backwards say of which forward they are
+        self._microbatch: list[int] = []  # by forward: the first one of its micro-batch
+        self._open: list[int] = []  # modules entered and not left
         self._backward: list[list] | None = None
         self._ready: list[int] = []  # units whose pre_backward came in this backward, once for each
         self._done: list[int] = []  # ... and whose post_backward came
@@ -67,6 +71,8 @@ class _Trace:
         self._occurrence: dict[tuple[int, int], int] = {}
         self._recomputed: list[int] = []  # modules that a recomputation has entered and not left
         self._keeps = False  # of the backward before
+        self._unseen = False  # some backward has no end that FSDP2 sees
+        self._order: list[list] = []  # forwards and backwards
 
     def parameters(self) -> list[dict]:
         """One entry for each parameter: of the first unit that has it."""
@@ -93,11 +99,17 @@ class _Trace:
         """One point. keeps: of the end of a backward, its gradients were not reduced. Points of the plan's own (the
         optimizer, calls of the user) are not in a trace."""
         if unit >= 0 and self._plan.units[unit].parameter_group > 0:
-            return  # its modules pass the same points as the first group's
-        if kind == "pre_forward":
-            self._enter(unit)
-        elif kind == "post_forward":
-            self._leave(unit)
+            # Its modules pass the same points as the first group's.
+            if gradients and kind in ("pre_backward", "post_backward"):
+                self._in_backward(gradients)
+            return
+        if kind in ("enter", "leave"):
+            number = self._module[self._plan.units[unit].modules[gradients[0]]]
+            self._enter(number) if kind == "enter" else self._leave(number)
+        elif kind in ("pre_forward", "post_forward"):
+            if len(self._plan.units[unit].modules) == 1:
+                number = self._module[self._plan.units[unit].modules[0]]
+                self._enter(number) if kind == "pre_forward" else self._leave(number)
         elif kind == "pre_backward":
             if self._backward is None:
                 self._choose_forward(unit)
@@ -113,8 +125,9 @@ class _Trace:
             self._done.append(unit)
             for module in self._entered(unit):
                 self._inputs_done(unit, module, later)
-        elif kind == "backward_end":
+        elif kind in ("backward_end", "backward_over"):
             self._in_backward(gradients)
+            self._unseen = self._unseen or kind == "backward_over"
             self._backward.append(["backward_end"])
             self._backwards.append(
                 {"name": f"b{len(self._backwards)}", "forwards": [self._pending], "events": self._backward}
@@ -122,7 +135,9 @@ class _Trace:
             if keeps != self._keeps and not self._says_sync:
                 self.program.append(self._sync(not keeps))
                 self._keeps = keeps
-            self._append({"call": "backward", "microbatches": [self._pending], "trace": len(self._backwards) - 1})
+            if kind == "backward_over":
+                self._microbatch[self._pending] = self._microbatch[self._around(self._pending)]
+            self._append({"call": "backward", "forward": self._pending, "trace": len(self._backwards) - 1})
             self._backward = None
             self._ready, self._done = [], []
             self._covered.add(self._pending)
@@ -136,11 +151,28 @@ class _Trace:
                 self._pending = forward
                 return
 
+    def _around(self, forward: int) -> int:
+        """The forward whose loss runs this one and its backward; itself: there is none."""
+        return next((f for f in reversed(range(forward)) if f not in self._covered), forward)
+
+    def calls(self) -> list[dict]:
+        """The program's calls so far, as a strategy has them."""
+        numbers = {first: number for number, first in enumerate(dict.fromkeys(self._microbatch))}
+        made = []
+        for call in self.program:
+            fields = {name: value for name, value in call.items() if name != "forward"}
+            if "forward" in call:
+                number = numbers[self._microbatch[call["forward"]]]
+                fields |= {"microbatch": number} if call["call"] == "forward" else {"microbatches": [number]}
+            made.append(fields)
+        return made
+
     def _append(self, call: dict) -> None:
         """A forward or backward, behind the calls of setters that came before it."""
         while self._calls and self._calls[0][0] <= self._passes:
             self.program.append(self._calls.pop(0)[1])
         self.program.append(call)
+        self._order.append([call["call"], call.get("trace", 0)])
         self._passes += 1
 
     def _sync(self, reduces: bool) -> dict:
@@ -186,94 +218,41 @@ class _Trace:
                 made = self._plan.units[unit].parameters[parameter].made_grad_dtype
                 self._backward.append(["param_grad", self._parameter[unit, parameter], -1, *([made] if made else [])])
 
-    def _enter(self, unit: int) -> None:
+    def _enter(self, module: int) -> None:
         if self._backward is not None:
-            self._recompute("recompute_enter", unit)
+            self._recomputed.append(module)
+            self._backward.append(["recompute_enter", module])
             return
         if not self._open:
             self._pending = len(self._forwards)
-            call = {"call": "forward", "microbatch": self._pending, "trace": self._pending}
+            self._microbatch.append(self._pending)
+            call = {"call": "forward", "forward": self._pending, "trace": self._pending}
             if self._pending < len(self._full_precision) and self._full_precision[self._pending]:
                 call["training"] = False
             self._append(call)
             self._forwards.append({"name": f"f{self._pending}", "tensors": [], "events": []})
-        if unit in self._entries:
-            self._close(unit)
-            self._exit(self._entries[unit][-1])
-        else:
-            self._open.append(unit)
-        self._entries.setdefault(unit, []).append(["enter", -1, []])
-        self._forwards[-1]["events"].append(self._entries[unit][-1])
+        self._open.append(module)
+        self._forwards[-1]["events"].append(["enter", module, []])
+        key = (self._pending, module)
+        self._occurrence[key] = self._occurrence.get(key, 0) + 1
 
-    def _leave(self, unit: int) -> None:
+    def _leave(self, module: int) -> None:
         if self._backward is not None:
-            self._recompute("recompute_exit", unit)
+            if module in self._recomputed:
+                while self._recomputed.pop() != module:
+                    pass
+                self._backward.append(["recompute_exit", module])
             return
-        if unit not in self._open:
+        if module not in self._open:
             return
-        self._close(unit)
-        self._exit(self._entries[unit][-1])
-        self._open.remove(unit)
-        self._name_modules(unit)
-
-    def _recompute(self, event: str, unit: int) -> None:
-        """A checkpointed function runs the unit again where it is sharded. Points do not say which module of a group it
-        is."""
-        if len(self._plan.units[unit].modules) > 1:
-            return
-        number = self._module[self._plan.units[unit].modules[0]]
-        if event == "recompute_enter":
-            self._recomputed.append(number)
-        elif number not in self._recomputed:
-            return
-        else:
-            while self._recomputed.pop() != number:
-                pass
-        self._backward.append([event, number])
-
-    def _close(self, unit: int) -> None:
-        """Units of several modules that were entered inside of this one, and not all left."""
-        while self._open[-1] != unit:
+        while True:  # an exception may have ended what is inside
             inner = self._open.pop()
-            self._exit(self._entries[inner][-1])
-            self._name_modules(inner, complete=False)
-
-    def _exit(self, enter: list) -> None:
-        """Behind the event is the id of the module, once it is known."""
-        event = ["exit", enter, [self._tensor()]]
-        self._exits.append(event)
-        self._forwards[-1]["events"].append(event)
-
-    def _name_modules(self, unit: int, complete: bool = True) -> None:
-        """[Note: modules of a group] A point says which unit is entered, not which of its modules. The unit is left
-        with the last one of them, so that is the last that was entered; if more were entered than it has, one ran again
-        before. A plan of 2.11 has one point for all of them."""
-        entries, modules = self._entries.pop(unit), self._plan.units[unit].modules
-        events = self._forwards[-1]["events"]
-        spare = len(entries) - len(modules)
-        if spare < 0 and complete and len(entries) == 1:
-            place = next(i for i, event in enumerate(events) if event is entries[0])
-            more = [["enter", self._module[fqn], []] for fqn in modules[1:]]
-            events[place + 1 : place + 1] = more
-            last = next(i for i, event in enumerate(events) if event[0] == "exit" and event[1] is entries[0])
-            events[last:last] = [["exit", self._module[fqn], [self._tensor()]] for fqn in reversed(modules[1:])]
-            self._count(modules[1:])
-        for number, enter in enumerate(entries):
-            fqn = modules[max(0, number - max(spare, 0))] if complete else modules[min(number, len(modules) - 2)]
-            enter[1] = self._module[fqn]
-            self._count([fqn])
-        for event in self._exits:
-            if any(event[1] is enter for enter in entries):
-                event[1] = event[1][1]
-        self._exits = [event for event in self._exits if isinstance(event[1], list)]
+            self._forwards[-1]["events"].append(["exit", inner, [self._tensor()]])
+            if inner == module:
+                return
 
     def _entered(self, unit: int) -> list[str]:
         return [fqn for fqn in self._plan.units[unit].modules if (self._pending, self._module[fqn]) in self._occurrence]
-
-    def _count(self, modules: list[str]) -> None:
-        for fqn in modules:
-            key = (self._pending, self._module[fqn])
-            self._occurrence[key] = self._occurrence.get(key, 0) + 1
 
     def document(self, names: dict[str, str], model: str) -> dict:
         parameters = self.parameters()
@@ -292,7 +271,35 @@ class _Trace:
             "parameters": parameters,
             "forwards": self._forwards,
             "backwards": self._backwards,
+            # With it a backward without any pre_backward has no end.
+            **({"calls": self._order} if self._unseen else {}),
         }
+
+
+def _with_modules(plan, log: list[tuple]) -> list[tuple]:
+    """The log with the modules of units of several. See [Note: modules of a unit]."""
+    if any(entry[0] in ("enter", "leave") for entry in log):
+        return log
+    found: list[tuple] = []
+    ran: dict[int, int] = {}  # by unit under way: how many of its modules have run
+    for entry in log:
+        kind, unit = entry[:2]
+        modules = len(plan.units[unit].modules) if unit >= 0 else 1
+        if modules == 1:
+            found.append(entry)
+            continue
+        if kind == "post_forward":
+            last = ran.pop(unit, 1)
+            found.append(("leave", unit, [last - 1], False))
+            for number in range(last, modules):  # a plan of 2.11 has one point for all of them
+                found += [(way, unit, [number], False) for way in ("enter", "leave")]
+        found.append(entry)
+        if kind == "pre_forward":
+            number = ran.get(unit, 0)
+            found += [("leave", unit, [number - 1], False)] if number else []
+            found.append(("enter", unit, [number], False))
+            ran[unit] = number + 1
+    return found
 
 
 def replan(
@@ -313,7 +320,7 @@ def replan(
     trace = _Trace(plan, list(names), requires_grad, full_precision_forwards, calls)
     trace.parameters()
     try:
-        for kind, unit, gradients, keeps in log:
+        for kind, unit, gradients, keeps in _with_modules(plan, log):
             trace.add(kind, unit, gradients, keeps)
     except (IndexError, KeyError):
         raise PlanError("its points are no forwards with a backward each") from None
@@ -322,7 +329,7 @@ def replan(
     strategy = {**json.loads(plan.strategy_json), "setup": list(setup)}
     strategy["program"] = [
         [
-            *trace.program,
+            *trace.calls(),
             *trace.calls_left(AFTER_BACKWARDS),
             {"call": "optimizer_step"},
             *trace.calls_left(AFTER_OPTIMIZER),

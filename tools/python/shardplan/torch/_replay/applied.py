@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._job.mesh import Given, OwnMesh
 from .._job.native import native
 from .._model.fit import ModelParameter, modules_of, refuse_to_copy
 from .._model.forwards import recompute
@@ -61,7 +62,8 @@ class Applied:
     model: nn.Module
     plan: native.Plan
     mesh: DeviceMesh
-    meshes: list[tuple[DeviceMesh, bool]]  # by unit: what data_parallel_mesh gives
+    given: Given
+    meshes: list[OwnMesh]  # by unit
     device: torch.device
     groups: list
     made_groups: dict  # of process_groups: those that are not the mesh's
@@ -143,7 +145,7 @@ class Applied:
                 self.shards[i].add(self.plan, modules_of(self.model)[unit.modules[0]])
             else:
                 add_parameters(self.runtime, i, unit, self.by_fqn, self.shards[i])
-                add_extensions(self.runtime, self.plan, i, self.by_fqn, self.shards[i], self.meshes[i][0], self.model)
+                add_extensions(self.runtime, self.plan, i, self.by_fqn, self.shards[i], self.meshes[i].mesh, self.model)
         self.hook()
 
     def _adopt_swapped(self) -> None:

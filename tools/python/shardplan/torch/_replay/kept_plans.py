@@ -22,7 +22,7 @@ from .._job.peers import connect
 from .._model.forwards import signature_of
 from .._model.outline import class_names
 from .._parameters.flat import FlatUnit
-from .._plans.documents import RequiresGrad, requires_grad_of, units_of
+from .._plans.documents import RequiresGrad, plan_of, requires_grad_of, units_of
 from .._plans.replan import Calls, calls_of, replan
 from .applied import Applied
 from .runtime import make_runtime, supply_shards
@@ -42,6 +42,9 @@ class Path:
     plan: native.Plan
     groups: list
     runtime: native.Runtime
+    # The points of a step that goes so, and which of its forwards have full precision; empty: the plan knows.
+    log: list[tuple] = dataclasses.field(default_factory=list)
+    full_precision: list[bool] = dataclasses.field(default_factory=list)
 
 
 class KeptPlans:
@@ -64,6 +67,9 @@ class KeptPlans:
         self._names: dict[Key, str] = {}
         self._foreseen: FirstRankSays | None = None  # once there are several plans
         self.on_new_plan: Callable[[], None] | None = None
+        # Makes the text of a plan of the module tree, with this set-up: a plan from disk that has run no step need not
+        # say which of its units' modules run. None: by nobody.
+        self.plan_anew: Callable[[list[dict]], str] | None = None
 
     @property
     def applied(self) -> Applied:
@@ -112,16 +118,18 @@ class KeptPlans:
                 stacklevel=2,
             )
             return
-        self._take_up(way, plan, deviation)
+        self._take_up(way, plan, deviation, log, full_precision)
 
-    def _take_up(self, way: Way, plan: native.Plan, deviation: str) -> None:
+    def _take_up(
+        self, way: Way, plan: native.Plan, deviation: str, log: list[tuple], full_precision: list[bool]
+    ) -> None:
         """The plan for a step that deviated, which went this way."""
         key = self._key_of[way] = self._key(requires_grad_of(plan), plan, self._calls_key())
         if key in self.kept:
             return self._goes(key)  # points that differ in what no plan looks at
         if self.on_new_plan is None:
             warnings.warn(f"shardplan: {deviation}; the next step is planned again", stacklevel=3)
-        self._start_plan(key, plan)
+        self._start_plan(key, plan, log, full_precision)
         self._goes(key)
         if self.on_new_plan is not None:
             self.on_new_plan()
@@ -145,7 +153,7 @@ class KeptPlans:
         if not self._alike("" if plan is None else plan.digest_of_collectives) or plan is None:
             return self._tellapart(log)
         self._tries_apart = 0
-        self._take_up(way, plan, deviation)
+        self._take_up(way, plan, deviation, log, full_precision)
 
     def _tellapart(self, log: list[tuple]) -> None:
         """Says once which ranks went where. Collective."""
@@ -236,9 +244,23 @@ class KeptPlans:
         known = [key for key in self.kept if key[0] == requires_grad and key[2] == self._calls_key()]
         if known:
             return known[-1], None
-        runtime = self.applied.runtime
-        plan = self._plan_again(runtime.planned_log, requires_grad, runtime.full_precision_forwards)
+        log, full_precision = self._present_log()
+        try:
+            plan = self._plan_again(log, requires_grad, full_precision)
+        except PlanError:
+            if self.plan_anew is None or self.calls or requires_grad != requires_grad_of(self.applied.plan):
+                raise
+            plan = plan_of(self.plan_anew(self.setup))
+            if units_of(plan) != units_of(self.applied.plan):
+                raise
         return self._key(requires_grad, plan, self._calls_key()), plan
+
+    def _present_log(self) -> tuple[list[tuple], list[bool]]:
+        runtime = self.applied.runtime
+        path = next((path for path in self.kept.values() if path.runtime is runtime), None)
+        if path is not None and path.log:
+            return path.log, path.full_precision
+        return runtime.planned_log, runtime.full_precision_forwards
 
     def _key(self, requires_grad: RequiresGrad, plan: native.Plan, calls: str) -> Key:
         return requires_grad, hashlib.sha256(plan.json.encode()).digest(), calls
@@ -249,7 +271,7 @@ class KeptPlans:
         if plan is None:
             self._take(key)
         else:
-            self._start_plan(key, plan)
+            self._start_plan(key, plan, *self._present_log())
 
     def _calls_key(self) -> str:
         return json.dumps([self.setup, self.calls])
@@ -278,8 +300,8 @@ class KeptPlans:
             raise PlanError("the model has other modules or parameters than the plan")
         return plan
 
-    def _start_plan(self, key: Key, plan) -> None:
-        """Follows a new plan, and keeps it."""
+    def _start_plan(self, key: Key, plan, log: list[tuple], full_precision: list[bool]) -> None:
+        """Follows a new plan, and keeps it. log, full_precision: as Path's."""
         applied = self.applied
         if not self.kept:  # the first plan
             requires_grad, calls = requires_grad_of(applied.plan), self._first_calls
@@ -287,11 +309,14 @@ class KeptPlans:
             self.kept[first] = Path(applied.plan, applied.groups, applied.runtime)
             self._key_of[self._way(requires_grad, applied.runtime.planned_log, [], calls)] = first
         groups = connect(
-            lambda: process_groups(plan, applied.mesh, applied.made_groups, applied.timeout_s), applied.timeout_s
+            lambda: process_groups(
+                plan, applied.mesh, applied.given.values(), applied.made_groups, applied.timeout_s
+            ),
+            applied.timeout_s,
         )
         runtime = make_runtime(plan, applied.mesh, applied.device, groups, applied.memory, applied.timeout_s)
         step = applied.runtime.step
-        self.kept[key] = Path(plan, groups, runtime)
+        self.kept[key] = Path(plan, groups, runtime, log, full_precision)
         while len(self.kept) > _MOST:
             self.kept.popitem(last=False)
         self.foresee()

@@ -29,9 +29,12 @@ def points(log: list[tuple]) -> tuple:
     backward: which hook saw it first changes no plan."""
     passed, gradients = [], []
     for kind, unit, made, keeps in log:
+        if kind in ("enter", "leave"):
+            passed.append((kind, unit, tuple(made)))
+            continue
         gradients += made
-        if kind in ("post_backward", "backward_end"):
-            taken = sorted(one for one in gradients if kind == "backward_end" or one[0] == unit)
+        if kind in ("post_backward", "backward_end", "backward_over"):
+            taken = sorted(one for one in gradients if kind != "post_backward" or one[0] == unit)
             gradients = [one for one in gradients if one not in taken]
             passed.append((kind, unit, tuple(taken), keeps))
         elif kind not in ("optimizer_step", "zero_grad", "step_end"):
@@ -44,6 +47,8 @@ def in_words(plan, passed: tuple) -> list[str]:
 
     def words(kind: str, unit: int, *rest) -> str:
         of = f" of {plan.units[unit].fqn or 'the root'}" if unit >= 0 else ""
+        if kind in ("enter", "leave"):
+            return f"{kind} of {plan.units[unit].modules[rest[0][0]]}"
         made = [plan.units[u].parameters[p].fqn for u, p in rest[0]] if len(rest) > 1 else []
         return f"{kind}{of}" + (f" with gradients of {', '.join(made)}" if made else "")
 
