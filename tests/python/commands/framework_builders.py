@@ -18,7 +18,7 @@ VARIANTS = {
 
 
 def join():
-    """What a launcher tells a job, and its process group."""
+    """The variables of a launcher, and a process group."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost",
                    "MASTER_PORT": "29500"}
     if not dist.is_initialized():

@@ -17,7 +17,8 @@ from conftest import ROOT, build_folder
 COMMAND = build_folder() / "bin" / "shardplan"
 HERE = pathlib.Path(__file__).parent
 PACKAGES = {
-    "by_hand": [], "accelerate": ["accelerate"], "accelerate_checkpoints": ["accelerate"], "peft": ["accelerate", "peft"],
+    "by_hand": [], "accelerate": ["accelerate"], "accelerate_checkpoints": ["accelerate"],
+    "peft": ["accelerate", "peft"],
     "torchtitan": ["torchtitan", "spmd_types"],
 }
 CASES = [

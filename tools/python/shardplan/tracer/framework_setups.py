@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What frameworks do around their calls of fully_shard, and can only do to shards. Where the calls are noted, the
-model's parameters are whole."""
+"""Steps of frameworks around their calls of fully_shard that work on shards alone. The model's parameters are whole
+where the calls are noted."""
 
 from __future__ import annotations
 
