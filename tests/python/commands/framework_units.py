@@ -122,6 +122,9 @@ def module_of(name):
     return made[0] if isinstance(made, tuple) else made
 
 
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+
+
 def fsdp2_units(model):
     from torch.distributed.fsdp import FSDPModule
 
@@ -135,7 +138,8 @@ def fsdp2_units(model):
     found = []
     for group in groups.values():
         parameters = sorted(
-            f"{names[p._module_info.module]}.{p._module_info.param_name}".lstrip(".") for p in group.fsdp_params
+            f"{names[p._module_info.module]}.{p._module_info.param_name}".lstrip(".").replace(_CHECKPOINTED, "")
+            for p in group.fsdp_params
         )
         # FSDP2 decides reshard_after_forward=None of the root before the first forward: false.
         found.append((parameters, group.post_forward_mesh_info is not None and model not in group.modules))
@@ -164,13 +168,15 @@ def with_accelerate(model, policy, plugin_options):
         fsdp_version=2 if policy == "fsdp2" else 1, cpu_ram_efficient_loading=False, **plugin_options
     )
     if policy == "fsdp2":
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+        from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 
         state = types.SimpleNamespace(fsdp_plugin=plugin)
         # The parts of an Accelerator that the function asks for; a real one would want an accelerator.
         job = types.SimpleNamespace(
             state=state, torch_device_mesh=None, mixed_precision="no", is_main_process=True, device=torch.device("cpu")
         )
+        if plugin.activation_checkpointing:
+            model = fsdp2_apply_ac(job, model)
         return fsdp2_units(fsdp2_prepare_model(job, model))
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -204,6 +210,9 @@ def units_of(framework, policy, name, first_step=""):
         return by_hand(model, policy)
     if framework == "accelerate":
         units = with_accelerate(model, policy, {"auto_wrap_policy": "transformer_based_wrap"})
+    elif framework == "accelerate_checkpoints":
+        options = {"auto_wrap_policy": "transformer_based_wrap", "activation_checkpointing": True}
+        units = with_accelerate(model, policy, options)
     elif framework == "peft":
         from peft.utils.other import fsdp_auto_wrap_policy
 

@@ -9,6 +9,7 @@ from conftest import ROOT
 
 TRACE = ROOT / "examples" / "three_layers" / "trace.json"
 JOB = [TRACE, "--cluster", "h100", "--ranks", "8", "--unit", "layers.*"]
+OVER_ALL = {"shard": ["shard"]}
 COST = re.compile(
     r"These calls cost ([-+][\d.]+) ms and ([-+][\d.]+) GiB beside the plan \(simulated: ([\d.]+) ms, ([\d.]+) GiB of "
     r"the device\)\."
@@ -93,6 +94,13 @@ def test_settings_of_the_allocator_are_there_before_its_first_allocation(shardpl
             "/strategy/mixed_precision/keep_param_dtype",
         ),
         ({"fsdp2": {"all_reduce_hooks": [{"divide": 2.0}]}}, [], 3, "/strategy/fsdp2/all_reduce_hooks"),
+        (
+            {"data_parallel": OVER_ALL, "units": [{"modules": ["layers.*"], "parameter_meshes": [
+                {"parameters": ["layers.0.weight"], "data_parallel": OVER_ALL}]}]},
+            [],
+            3,
+            "/strategy/units/0/parameter_meshes/0/data_parallel",
+        ),
     ],
 )
 def test_what_it_is_not_written_for_is_refused_with_its_place(shardplan, tmp_path, change, flags, code, words):

@@ -17,7 +17,8 @@ from conftest import ROOT, build_folder
 COMMAND = build_folder() / "bin" / "shardplan"
 HERE = pathlib.Path(__file__).parent
 PACKAGES = {
-    "by_hand": [], "accelerate": ["accelerate"], "peft": ["accelerate", "peft"],
+    "by_hand": [], "accelerate": ["accelerate"], "accelerate_checkpoints": ["accelerate"],
+    "peft": ["accelerate", "peft"],
     "torchtitan": ["torchtitan", "spmd_types"],
 }
 CASES = [
@@ -27,6 +28,16 @@ CASES = [
     ("peft", "fsdp1", "llama"),
     *(("torchtitan", "fsdp2", name) for name in ("titan", "titan_tied", "llama", "llama_tied", "phi", "mixtral")),
 ]
+# Builders of framework_builders.py, and whose units theirs are. A Trainer prepares its model by accelerate.
+BUILDERS = [
+    *((f"accelerate__{model}__plain", ("accelerate", "fsdp2", model)) for model in ("llama", "llama_tied", "gpt2")),
+    ("accelerate__llama__broadcast", ("accelerate", "fsdp2", "llama")),
+    ("accelerate__llama_tied__broadcast", ("accelerate", "fsdp2", "llama_tied")),
+    ("accelerate__llama__checkpoints", ("accelerate_checkpoints", "fsdp2", "llama")),
+    ("accelerate__llama__offload", ("accelerate", "fsdp2", "llama")),
+    ("trainer__llama__plain", ("accelerate", "fsdp2", "llama")),
+    ("trainer__llama__checkpoints", ("accelerate_checkpoints", "fsdp2", "llama")),
+]
 BY_HAND = [("by_hand", policy, "llama") for policy in ("fsdp2", "fsdp1")]
 FAIL = [("accelerate", "fsdp2", "t5", "first_step"), ("accelerate", "fsdp2", "bert", "first_step")]
 
@@ -35,9 +46,12 @@ def is_installed(framework):
     return all(importlib.util.find_spec(package) for package in PACKAGES[framework])
 
 
+def environment():
+    return {**os.environ, "PYTHONPATH": f"{ROOT / 'tools/python'}:{HERE}", "OMP_NUM_THREADS": "1"}
+
+
 def program(*arguments):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tools/python'}:{HERE}", "OMP_NUM_THREADS": "1"}
-    return warm.Program([HERE / "framework_units.py", *arguments], env=environment, cwd=HERE)
+    return warm.Program([HERE / "framework_units.py", *arguments], env=environment(), cwd=HERE)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +59,8 @@ def made(tmp_path_factory):
     """(the frameworks' units by case, the folder of the traces): each from one process, which imports torch and
     transformers once."""
     folder = tmp_path_factory.mktemp("traces")
-    cases = [case for case in (*CASES, *BY_HAND, *FAIL) if is_installed(case[0])]
+    built = dict.fromkeys(case for _, case in BUILDERS if case not in CASES)
+    cases = [case for case in (*CASES, *built, *BY_HAND, *FAIL) if is_installed(case[0])]
     names = {case[2] for case in cases} | {"titan", "t5"}
     frameworks, traces = program(*(":".join(case) for case in cases)), program("--traces", folder, *sorted(names))
     (printed, said), (_, refused) = frameworks.communicate(), traces.communicate()
@@ -98,6 +113,22 @@ def test_the_units_are_those_of_the_installed_framework(framework, policy, model
     found = ours(traces(model), tmp_path, policy, "--units-of", framework)
     assert [unit[0] for unit in found] == [unit[0] for unit in wanted["units"]]
     assert found == [tuple(unit) for unit in wanted["units"]]
+
+
+@pytest.mark.parametrize(("builder", "case"), BUILDERS)
+def test_a_builder_may_have_the_framework_shard_the_model(builder, case, theirs, tmp_path):
+    wanted = theirs(*case)
+    trace, strategy = tmp_path / "trace.json", tmp_path / "strategy.json"
+    command = "import sys\nfrom shardplan.tracer import cli\nsys.exit(cli.main(sys.argv[1:]))"
+    words = [f"framework_builders:{builder}", "-q", "-o", trace, "--strategy", strategy, "--batch", "2", "--seq", "8"]
+    done = warm.run(["-c", command, *words], env=environment(), cwd=HERE, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = ours(trace, tmp_path, "fsdp2", "--strategy", strategy)
+    assert found == [tuple(unit) for unit in wanted["units"]]
+    document = json.loads(strategy.read_text())
+    assert document["mixed_precision"]["param_dtype"] == "bfloat16"
+    assert ("checkpoint" in document) == builder.endswith("checkpoints")
+    assert document.get("cpu_offload", False) == builder.endswith("offload")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide/by-example.md", "docs/guide/size-a-job.md"])

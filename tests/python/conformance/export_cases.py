@@ -14,6 +14,14 @@ from shardplan_conformance import Case, Forward
 PAIR = [{"call": "forward"}, {"call": "backward"}]
 END = [{"call": "optimizer_step"}, {"call": "zero_grad"}]
 HSDP = [{"name": "replicate", "size": 2}, {"name": "shard", "size": 2}]
+OUTER_INNER = [{"name": "outer", "size": 2}, {"name": "inner", "size": 2}]
+OVER_BOTH, OVER_OUTER = {"shard": ["outer", "inner"]}, {"shard": ["outer"]}
+
+
+def _on_meshes(*rules: tuple[list[str], dict]) -> list[dict]:
+    """Blocks, some of whose parameters are on meshes of their own, as experts are."""
+    meshes = [{"parameters": names, "data_parallel": ranks} for names, ranks in rules]
+    return [{"modules": ["layers.*"], "parameter_meshes": meshes}, *LAYERS[1:]]
 
 
 class Blocks(nn.Module):
@@ -45,6 +53,22 @@ KEEPS_OVER = [
     _set("set_reshard_after_backward", True, "layers.1", recurse=False),
     *_micro(1),
     *END,
+]
+# Calls before forwards, backwards and the optimizer, and at the step's end.
+EVERYWHERE = [
+    _set("unshard", True, "layers.2"),
+    {"call": "forward", "microbatch": 0},
+    {"call": "module", "method": "wait_for_unshard", "module": "layers.2"},
+    _set("set_requires_gradient_sync", False, "layers.0", recurse=False),
+    {"call": "backward", "microbatches": [0]},
+    _set("set_requires_gradient_sync", True),
+    {"call": "forward", "microbatch": 1},
+    _set("set_reshard_after_backward", False, "layers.3"),
+    {"call": "backward", "microbatches": [1]},
+    {"call": "module", "method": "reshard", "module": "layers.3"},
+    {"call": "optimizer_step"},
+    {"call": "zero_grad"},
+    _set("set_reshard_after_backward", True, "layers.3"),
 ]
 
 # Name -> (ranks, strategy).
@@ -81,11 +105,38 @@ STRATEGIES: dict[str, tuple[int, dict]] = {
     ),
     "classes": (2, {"units": [{"modules": ["class:Block"]}, {"modules": ["head"]}, LAYERS[1]]}),
     "hsdp": (4, {"mesh": HSDP}),
-    "flattened": (
+    "flattened": (4, {"mesh": OUTER_INNER, "data_parallel": OVER_BOTH}),
+    "ranks_by_unit": (
         4,
         {
-            "mesh": [{"name": "outer", "size": 2}, {"name": "inner", "size": 2}],
-            "data_parallel": {"shard": ["outer", "inner"]},
+            "mesh": OUTER_INNER,
+            "data_parallel": OVER_BOTH,
+            "units": [
+                {"modules": ["layers.1", "layers.2"], "data_parallel": {"shard": ["inner"], "replicate": ["outer"]}},
+                {"modules": ["layers.0"]},
+                LAYERS[1],
+            ],
+        },
+    ),
+    "parameter_meshes": (
+        4,
+        {
+            "mesh": OUTER_INNER,
+            "data_parallel": OVER_BOTH,
+            "units": _on_meshes((["layers.*.down.*", "layers.0.up.weight"], OVER_OUTER)),
+        },
+    ),
+    "parameter_meshes_of_some": (
+        4,
+        {
+            "mesh": OUTER_INNER,
+            "data_parallel": OVER_BOTH,
+            "units": _on_meshes(
+                (["layers.1.down.weight", "layers.2.down.weight"], {"shard": ["inner"], "replicate": ["outer"]}),
+                (["layers.3.norm.weight", "layers.3.up.weight"], OVER_OUTER),
+            ),
+            "fsdp2": {"shard_dims": [{"parameters": ["layers.2.down.weight"], "dim": 1}]},
+            "mixed_precision": LOW,
         },
     ),
     "prefetches": (2, {"fsdp2": {"forward_prefetch": 2, "backward_prefetch": 2}}),
@@ -121,6 +172,7 @@ STRATEGIES: dict[str, tuple[int, dict]] = {
     ),
     "accumulates": (2, {"program": [ACCUMULATES]}),
     "keeps_over": (2, {"program": [KEEPS_OVER]}),
+    "calls_everywhere": (2, {"program": [EVERYWHERE]}),
     "setup": (
         2,
         {"setup": [{"method": "set_reshard_after_forward", "module": "layers.0", "value": False, "recurse": False}]},

@@ -14,7 +14,7 @@ from shardplan_conformance import recording
 from shardplan_conformance.random_cases import random_case
 from shardplan_conformance.ranks import Ranks, RecordingFailed
 
-RANDOM = range(700, 712)
+RANDOM = range(700, 724)
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,8 @@ def fake():
 
 
 def _exportable(step: list[dict]) -> list[dict]:
-    """The step with those of its setters that stand before a forward: the others are the loop's own."""
-    kept: list[dict] = []
-    for call in reversed(step):
-        if call["call"] != "module" or (kept and kept[-1]["call"] in ("forward", "module")):
-            kept.append(call)
-    return kept[::-1]
+    """The step without calls that are the loop's own code: states of checkpoints."""
+    return [call for call in step if call.get("method") not in ("state_dict", "load_state_dict")]
 
 
 def random_exported(seed: int, apply: str = ""):
@@ -106,8 +102,7 @@ def test_a_changed_file_does_not(shardplan, fake, name, old, new, tmp_path):
 
 @pytest.mark.parametrize("seed", RANDOM)
 def test_random_strategies(shardplan, fake, seed, tmp_path):
-    """Random models and knobs. Knobs that the file is not written for are refused with their places; setters that are
-    not before a forward are the loop's."""
+    """Random models and knobs. Knobs that the file is not written for are refused with their places."""
     make = functools.partial(random_exported, seed)
     try:
         name = traced(fake, make, tmp_path)

@@ -53,8 +53,7 @@ class Case:
     steps: how many to record and compare; None: three, or the program's if that is longer.
     parallelize: what is done to the model before it is sharded, on the strategy's mesh: tensor or expert parallelism.
     apply: a Python file as `shardplan export --fsdp2` writes it: it shards the model in place of the strategy's calls,
-    and its before_forward stands for the
-        program's setters.
+    and its functions stand for the program's calls on modules.
     loss: of the model's output; None: the sum of every floating output that needs a gradient (a scalar output, or an
     output's `loss`, as it is).
     """

@@ -11,7 +11,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def size_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    """A DTensor counts as what this rank holds."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.numel() * local.element_size()
 
 
 class EventLog:

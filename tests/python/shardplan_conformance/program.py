@@ -20,8 +20,8 @@ _OF_A_BACKWARD = ("finalize_backward", "wait_for_gradient_reduction")  # calls t
 
 class Program:
     """`log` is the recorder: it is told the step and phase, and the optimizer's calls. `module_call` runs a setter or
-    user call, `stepped` what follows every step of the optimizer, `before_forward` (model, number of the forward in its
-    step) what comes before each forward."""
+    user call, `stepped` what follows every step of the optimizer. `exported`: functions of a file that `shardplan
+    export` writes, by name; its calls on modules are run where they say."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class Program:
         log,
         module_call: Callable[[dict], None],
         stepped: Callable[[], None] = lambda: None,
-        before_forward: Callable[[nn.Module, int], None] | None = None,
+        exported: dict[str, Callable] | None = None,
     ):
-        self._stepped, self._before_forward = stepped, before_forward
+        self._stepped, self._exported = stepped, exported or {}
         self._case, self._model, self._optimizer, self._log, self._module_call = (
             case, model, optimizer, log, module_call,
         )
@@ -41,20 +41,22 @@ class Program:
 
     def run(self) -> None:
         for step in range(self._case.step_count()):
-            self._log.step, self._forwards = step, 0
+            self._log.step, self._forwards, self._backwards = step, 0, 0
             for call in self._case.step(step):
                 self._call(call)
+            self._run_exported("after_step")
 
     def _call(self, call: dict) -> None:
         kind = call["call"]
         if kind == "forward":
+            self._run_exported("before_forward", self._forwards)
             self._log.phase = "forward"
-            if self._before_forward is not None:
-                self._before_forward(self._model, self._forwards)
             self._forwards += 1
             self._forward(call)
         elif kind == "backward":
+            self._run_exported("before_backward", self._backwards)
             self._log.phase = "backward"
+            self._backwards += 1
             losses = [self._losses.pop(m) for m in sorted(call.get("microbatches", [0]), key=list(self._losses).index)]
             total = losses[0]
             for loss in losses[1:]:
@@ -65,6 +67,8 @@ class Program:
             self._log.phase = "backward" if call["method"] in _OF_A_BACKWARD else "forward"
             self._module_call(call)
         else:
+            if kind == "optimizer_step":
+                self._run_exported("before_optimizer_step")
             self._log.phase = "optim"
             self._log.add("optim_step" if kind == "optimizer_step" else "zero_grad", "")
             if kind == "zero_grad":
@@ -73,6 +77,11 @@ class Program:
                 if self._optimizer is not None:
                     self._optimizer.step()
                 self._stepped()
+
+    def _run_exported(self, name: str, *number: int) -> None:
+        """In the phase of the last call on a module, which is the function's."""
+        if name in self._exported:
+            self._exported[name](self._model, *number)
 
     def _forward(self, call: dict) -> None:
         forward = self._case.forwards[call.get("trace", 0)]

@@ -75,17 +75,20 @@ def _record_exported(case: Case, mesh: DeviceMesh) -> list[str]:
     from shardplan_conformance.fsdp2_events import Fsdp2Events
 
     exported = runpy.run_path(str(case.apply))
-    model = exported["apply_plan"](make_model(case), mesh)
+    model = make_model(case)
+    if case.parallelize is not None:
+        case.parallelize(model, mesh)
+    model = exported["apply_plan"](model, mesh)
     modules: dict[str, torch.nn.Module] = {}
     for name, module in checkpointing.named_modules(model).items():
         modules.setdefault(".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module"), module)
     log = Fsdp2Events(_names(modules))
+    if case.strategy.get("optimizer", {}).get("in_backward"):
+        log.steps_in_backward(model)
     optimizer = make_optimizer(case.strategy, model.parameters())
     stepped = exported.get("after_optimizer_step", lambda _model: None)
     with log.patches():
-        Program(
-            case, model, optimizer, log, lambda _call: None, lambda: stepped(model), exported.get("before_forward")
-        ).run()
+        Program(case, model, optimizer, log, lambda _call: None, lambda: stepped(model), exported).run()
     return log.lines
 
 

@@ -6,12 +6,16 @@ import functools
 import importlib.util
 import json
 import os
+import pathlib
+import shutil
+import subprocess
 import sys
 
 import pytest
 import warm
 from conftest import ROOT, build_folder
 
+HERE = pathlib.Path(__file__).parent
 TRACER = ROOT / "tests" / "python" / "tracer"
 sys.path.insert(0, str(TRACER))
 
@@ -42,7 +46,8 @@ CASES = [
     ("llama3", "", "spmd_types"), ("llama3", "hsdp2", "spmd_types"), ("llama3", "tp2", "partial_dtensor"),
     ("llama3", "tp8", "spmd_types"), ("llama3", "cp2_tp2", "spmd_types"), ("deepseek_v3", "ep4", "spmd_types"),
     ("deepseek_v3", "ep4_tp2", "partial_dtensor"), ("deepseek_v3", "ep4_hsdp2", "spmd_types"),
-    ("qwen3", "ep2_cp2", "spmd_types"), ("gpt_oss", "ep8", "partial_dtensor"),
+    ("deepseek_v3", "ep4_tp2", "spmd_types"), ("qwen3", "ep2_cp2", "spmd_types"), ("gpt_oss", "ep2", "spmd_types"),
+    ("gpt_oss", "ep8", "partial_dtensor"),
 ]
 
 
@@ -65,24 +70,63 @@ def planned(tmp_path_factory):
 
     @functools.cache
     def of(*words):
-        """Printed text, plan, strategy, trace."""
+        """Printed text, plan, strategy, trace, the folder of these."""
         own = folder / str(len(list(folder.iterdir())))
         done = run("--cluster", "h100_sxm_8", "-q", "-o", own, *words)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout, *(json.loads((own / f"{name}.json").read_text()) for name in ("plan", "strategy", "trace"))
+        documents = (json.loads((own / f"{name}.json").read_text()) for name in ("plan", "strategy", "trace"))
+        return done.stdout, *documents, own
 
     return of
+
+
+@functools.cache
+def torchtitans(*words):
+    """The units that torchtitan makes."""
+    return real("--torchtitan", "8", *words)
 
 
 @pytest.mark.parametrize("model, degrees, backend", CASES)
 def test_units_are_those_that_torchtitan_makes(model, degrees, backend, planned):
     words = words_of(model, degrees, backend)
-    _, plan, strategy, _ = planned(*words)
-    compare(plan, strategy, real("--torchtitan", "8", *words))
+    _, plan, strategy, _, _ = planned(*words)
+    compare(plan, strategy, torchtitans(*words))
+
+
+@pytest.mark.parametrize("model, degrees, backend", CASES)
+def test_the_exported_file_makes_torchtitans_units(model, degrees, backend, planned, shardplan):
+    """Groups, their parameters, meshes and placements, divisors, prefetch lists."""
+    words = words_of(model, degrees, backend)
+    *_, folder = planned(*words)
+    done = shardplan("export", folder / "plan.json", "--fsdp2", "--trace", folder / "trace.json", "-q", "-o",
+                     folder / "apply_plan.py")
+    assert done.returncode == 0 and "instruction for instruction" in done.stdout, done.stdout + done.stderr
+    assert real("--exported", folder, "8", *words) == torchtitans(*words)
+
+
+@pytest.mark.parametrize(
+    "model, degrees, backend",
+    [("llama3", "hsdp2", "spmd_types"), ("llama3", "tp2", "partial_dtensor"), ("deepseek_v3", "ep4", "spmd_types")],
+)
+def test_steps_under_the_exported_file_are_the_plans_event_for_event(model, degrees, backend, planned, shardplan):
+    """torchtitan's loss calls the setters of the program itself."""
+    words = words_of(model, degrees, backend)
+    *_, folder = planned(*words)
+    assert shardplan("export", folder / "plan.json", "--fsdp2", "-q", "-o", folder / "apply_plan.py").returncode == 0
+    paths = os.pathsep.join(map(str, (ROOT / "tools" / "python", TRACER, TRACER.parent)))
+    done = warm.run([HERE / "exported_steps.py", folder, "8", *words], cwd=HERE, timeout=900,
+                    env={**os.environ, "PYTHONPATH": paths + os.pathsep + os.environ.get("PYTHONPATH", "")})
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("trace", "strategy"):
+        shutil.copy(folder / f"{name}.json", folder / f"titan.{name}.json")
+    compared = subprocess.run(
+        [build_folder() / "bin" / "shardplan-conformance", folder, "titan"], capture_output=True, text=True, check=False
+    )
+    assert compared.returncode == 0 and "titan: matches" in compared.stdout, compared.stdout + compared.stderr
 
 
 def test_experts_of_ep_over_tp_are_cut_along_both(planned):
-    _, plan, strategy, trace = planned(*words_of("deepseek_v3", "ep4_tp2", "partial_dtensor"))
+    _, plan, strategy, trace, _ = planned(*words_of("deepseek_v3", "ep4_tp2", "partial_dtensor"))
     assert [(dim["name"], dim["size"]) for dim in strategy["mesh"]] == [("efsdp", 2), ("ep_1", 2), ("tp", 2)]
     assert strategy["data_parallel"] == {"shard": ["efsdp", "ep_1"]}
     experts = next(p for p in trace["parameters"] if p["fqn"].endswith("inner_experts.w1_EFD"))
@@ -91,7 +135,7 @@ def test_experts_of_ep_over_tp_are_cut_along_both(planned):
 
 
 def test_what_is_printed(planned):
-    printed, plan, strategy, _ = planned(*words_of("llama3"))
+    printed, plan, strategy, _, _ = planned(*words_of("llama3"))
     assert printed.startswith("torchtitan llama3 debugmodel, 8 ranks (dp_shard 8), 2 x 512 tokens\n")
     for line in ("step  ", "tokens/s per GPU", "reserved", "fits", "tokens/s of the job: "):
         assert line in printed
@@ -99,7 +143,7 @@ def test_what_is_printed(planned):
 
 
 def test_selective_checkpointing_is_that_of_the_release(planned):
-    _, _, strategy, trace = planned(*words_of("llama3"))
+    _, _, strategy, trace, _ = planned(*words_of("llama3"))
     rule = strategy["checkpoint"]
     assert rule["early_stop"] is False and rule["modules"] == [f"layers.{i}" for i in range(6)]
     every = {entry["name"]: entry.get("recompute_every", 0) for entry in rule["save"]}
@@ -114,13 +158,13 @@ def test_selective_checkpointing_is_that_of_the_release(planned):
 
 def test_a_router_that_is_run_again_keeps_its_checkpoints_in_the_model(planned):
     """torchtitan's policy looks at the shape of a router's product."""
-    _, _, strategy, trace = planned(*words_of("deepseek_v3", "ep4"))
+    _, _, strategy, trace, _ = planned(*words_of("deepseek_v3", "ep4"))
     assert "checkpoint" not in strategy
     assert any(event[0] == "recompute_enter" for entry in trace["backwards"] for event in entry["events"])
 
 
 def test_a_chunked_loss_keeps_the_head_unsharded(planned):
-    _, plan, strategy, _ = planned(*words_of("llama3"))
+    _, plan, strategy, _, _ = planned(*words_of("llama3"))
     methods = [call["method"] for call in strategy["program"][0] if call["call"] == "module"]
     assert methods[:4] == [
         "set_reshard_after_forward", "set_reshard_after_backward", "set_requires_gradient_sync", "unshard",
@@ -133,7 +177,7 @@ def test_a_chunked_loss_keeps_the_head_unsharded(planned):
 
 
 def test_micro_batches_are_the_global_batch(planned):
-    printed, _, strategy, _ = planned(*words_of("llama3"), "--training.global_batch_size", "32")
+    printed, _, strategy, _, _ = planned(*words_of("llama3"), "--training.global_batch_size", "32")
     assert "2 micro-batches" in printed
     calls = strategy["program"][0]
     assert {call.get("microbatch", 0) for call in calls if call["call"] == "forward"} == {0, 1}
@@ -141,7 +185,7 @@ def test_micro_batches_are_the_global_batch(planned):
 
 
 def test_compile_and_full_checkpointing_are_the_strategys(planned):
-    _, _, strategy, _ = planned(*words_of("llama3"), "--compile.enable", "activation_checkpoint:full")
+    _, _, strategy, _, _ = planned(*words_of("llama3"), "--compile.enable", "activation_checkpoint:full")
     assert strategy["compile"] is True and "save" not in strategy["checkpoint"]
 
 
@@ -166,6 +210,12 @@ def test_errors(words, code, said, tmp_path):
     done = run("-q", *words, cwd=tmp_path)
     assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_package_that_torchtitans_parser_needs_is_named(tmp_path):
+    without = "import sys\nsys.modules['typeguard'] = None\n"
+    done = warm.run(["-c", without + COMMAND, "-q", *MODELS["llama3"]], cwd=tmp_path, timeout=600)
+    assert done.returncode == 4 and "(pip install typeguard)" in done.stderr, done.stderr
 
 
 def test_variants_are_a_table(tmp_path):

@@ -9,17 +9,17 @@ import pytest
 import warm
 from test_tracer_distributed import COMMAND, HERE, flops_by_module
 
-needs_torchtitan = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan")
-pytestmark = needs_torchtitan
+MISSING = [name for name in ("torchtitan", "typeguard") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
 DENSE = ("tp4", "cp4", "cp2_tp2")
 SPARSE = ("tp4", "ep4", "cp4", "tp4_ep4", "cp2_tp2_ep4")
 MODELS = {
-    "llama3__debugmodel": DENSE,
-    "qwen3__debugmodel": DENSE,
-    "qwen3__debugmodel_moe": SPARSE,
-    "deepseek_v3__debugmodel": SPARSE,
-    "gpt_oss__debugmodel": SPARSE,
+    "llama3": DENSE,
+    "qwen3": DENSE,
+    "qwen3_moe": SPARSE,
+    "deepseek_v3": SPARSE,
+    "gpt_oss": SPARSE,
 }
 BACKENDS = ("partial_dtensor", "spmd_types")
 CASES = [(model, degrees, backend) for model, all_degrees in MODELS.items() for degrees in all_degrees
@@ -48,7 +48,7 @@ def trace(tmp_path_factory):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_varlen_attention_is_one_kernel_each_way(backend, trace):
     """Its masks read values, so that the model is built on the CPU; FlashAttention 3 is not installed."""
-    packed, dense = (trace("llama3__debugmodel", backend, "tp2", attention) for attention in ("varlen", "sdpa"))
+    packed, dense = (trace("llama3", backend, "tp2", attention) for attention in ("varlen", "sdpa"))
     assert sum(flops_by_module(packed).values()) == sum(flops_by_module(dense).values()) > 0
     names = [e[1] for kind in ("forwards", "backwards") for p in packed[kind] for e in p["events"] if e[0] == "op"]
     layers = sum(module["class_name"] == "VarlenAttention" for module in packed["modules"])
@@ -61,7 +61,7 @@ def test_a_compiled_loss_is_traced_as_written(trace, tmp_path):
     words = ["tracer_titan:compiled_loss", "-q", "-o", file, "--batch", "2", "--seq", "512"]
     done = warm.run(["-c", COMMAND, *words], cwd=HERE, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    compiled, written = json.loads(file.read_text()), trace("llama3__debugmodel", "spmd_types", "tp4")
+    compiled, written = json.loads(file.read_text()), trace("llama3", "spmd_types", "tp4")
     assert compiled["forwards"] == written["forwards"] and compiled["backwards"] == written["backwards"]
 
 

@@ -125,6 +125,40 @@ TEST_F(Triggers, StepsOfTheOptimizerInTheBackwardMayHaveNone) {
   EXPECT_THAT(RulesOf(plan_), Contains("tables"));
 }
 
+// A loss in chunks: the backward of a chunk leaves one module of a group whose other modules it does not run.
+// It passes the group's post-backward and no end. The call behind it tells where it ends.
+TEST_F(Triggers, ABackwardBeforeAnotherOfItsMicroBatchNeedsNoEnd) {
+  const auto is_backward = [](const ProgramCall& call) {
+    const auto* backward = std::get_if<BackwardCall>(&call);
+    return backward != nullptr && backward->microbatches == std::vector<std::int32_t>{1};
+  };
+  const auto is_first_of_backward = [](const Trigger& trigger) {
+    return trigger.kind == TriggerKind::kPreBackward && trigger.microbatch == 1;
+  };
+  StepProgram& calls = plan_.strategy.program[1];
+  const std::ptrdiff_t last = std::ranges::find_if(calls, is_backward) - calls.begin();
+  ASSERT_LT(last, std::ssize(calls));
+  const ProgramCall chunk = calls[static_cast<std::size_t>(last)];
+  calls.insert(calls.begin() + last, ModuleCall{.method = "reshard", .module = "layers.0"});
+  ++Find(TriggerKind::kPostBackward, 0, 1).occurrence;
+  const std::vector<Trigger> of_chunk = {
+      {.kind = TriggerKind::kPostBackward, .unit = 0, .microbatch = 1},
+      {.kind = TriggerKind::kUserCall, .unit = 0, .microbatch = 1},
+  };
+  Steady().insert(std::ranges::find_if(Steady(), is_first_of_backward), of_chunk.begin(), of_chunk.end());
+
+  // The only backward of its micro-batch is behind the call.
+  EXPECT_EQ(RulesOf(plan_), Only{"tables"});
+  EXPECT_THAT(Verify(plan_)[0].message, HasSubstr("it is passed where reshard of layers.0 is under way"));
+  calls.insert(calls.begin() + last, chunk);
+  EXPECT_THAT(RulesOf(plan_), Not(Contains("tables")));
+  // The last backward of the micro-batch has its end.
+  std::erase_if(Steady(), [](const Trigger& trigger) {
+    return trigger.kind == TriggerKind::kBackwardEnd && trigger.microbatch == 1;
+  });
+  EXPECT_THAT(RulesOf(plan_), Contains("tables"));
+}
+
 TEST_F(Triggers, OfAPlanThatSaysNoOrderAreNotComparedWithCalls) {
   plan_.passes = {};
   for (Segment& segment : plan_.segments) segment.pass = -1;

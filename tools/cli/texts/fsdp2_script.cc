@@ -5,9 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdint>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -17,109 +15,14 @@
 #include "shardplan/planner/fsdp2_settings.h"
 #include "shardplan/schemas/precision.h"
 #include "shardplan/schemas/printable.h"
+#include "texts/fsdp2_helpers.h"
+#include "texts/python_literals.h"
 
 namespace shardplan::cli {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
-// The code point at `at` of UTF-8, which moves behind it.
-std::uint32_t CodePoint(const std::string& text, std::size_t& at) {
-  const auto byte = [&](std::size_t index) { return static_cast<unsigned char>(text[index]); };
-  const unsigned char first = byte(at++);
-  const int more = first < 0x80 ? 0 : first < 0xe0 ? 1 : first < 0xf0 ? 2 : 3;
-  std::uint32_t point = more == 0 ? first : first & (0x3fU >> more);
-  for (int i = 0; i < more && at < text.size(); ++i) point = point << 6 | (byte(at++) & 0x3fU);
-  return point;
-}
-
-// A Python string literal in ASCII: JSON's escapes are Python's, but for what is beyond 16 bits.
-std::string Literal(const std::string& text) {
-  const std::string json = Json(text).dump();
-  std::string literal;
-  for (std::size_t at = 0; at < json.size();) {
-    const std::uint32_t point = CodePoint(json, at);
-    if (point < 0x7f) {
-      literal += static_cast<char>(point);
-    } else {
-      literal += point <= 0xffff ? fmt::format("\\u{:04x}", point) : fmt::format("\\U{:08x}", point);
-    }
-  }
-  return literal;
-}
-std::string Literal(bool value) { return value ? "True" : "False"; }
-std::string Literal(double value) { return Json(value).dump(); }
-std::string Literal(const ReshardAfterForward& value) {
-  return std::holds_alternative<bool>(value) ? Literal(std::get<bool>(value))
-                                             : fmt::format("{}", std::get<std::int64_t>(value));
-}
-std::string Literal(DType dtype) { return fmt::format("torch.{}", Name(dtype)); }
-
-std::string List(const std::vector<std::string>& texts) {
-  std::vector<std::string> literals;
-  for (const std::string& text : texts) literals.push_back(Literal(text));
-  return fmt::format("[{}]", fmt::join(literals, ", "));
-}
-
 bool IsPattern(const std::string& entry) {
   return entry.starts_with("class:") || entry.find_first_of("*?") != std::string::npos;
-}
-
-// "layers.12" is number 12 of "layers.".
-std::optional<std::pair<std::string, std::int64_t>> Numbered(const std::string& name) {
-  const std::size_t dot = name.rfind('.');
-  if (dot == std::string::npos || dot + 1 == name.size()) return std::nullopt;
-  std::int64_t number = 0;
-  const char* end = name.data() + name.size();
-  const auto [read, error] = std::from_chars(name.data() + dot + 1, end, number);
-  if (error != std::errc{} || read != end || fmt::format("{}", number) != name.substr(dot + 1))
-    return std::nullopt;
-  return std::pair(name.substr(0, dot + 1), number);
-}
-
-// An f-string of `prefix` and the loop's number.
-std::string NumberedLiteral(const std::string& prefix) {
-  std::string text = Literal(prefix);
-  std::string doubled;
-  for (const char c : text.substr(1, text.size() - 2)) {
-    if (c == '{' || c == '}') doubled += c;
-    doubled += c;
-  }
-  return "f\"" + doubled + "{i}\"";
-}
-
-// A Python expression for a list of names, runs of numbers as ranges.
-std::string NamesExpression(const std::vector<std::string>& names) {
-  std::vector<std::string> parts;
-  bool only_names = true;
-  for (std::size_t at = 0; at < names.size();) {
-    const auto first = Numbered(names[at]);
-    std::size_t end = at + 1;
-    while (first && end < names.size()) {
-      const auto next = Numbered(names[end]);
-      if (!next || next->first != first->first ||
-          next->second != first->second + static_cast<std::int64_t>(end - at))
-        break;
-      ++end;
-    }
-    if (end - at < 3) {
-      parts.push_back(Literal(names[at]));
-      ++at;
-      continue;
-    }
-    only_names = false;
-    const std::int64_t count = static_cast<std::int64_t>(end - at);
-    const std::string range = first->second == 0
-                                  ? fmt::format("range({})", count)
-                                  : fmt::format("range({}, {})", first->second, first->second + count);
-    parts.push_back(fmt::format("{} for i in {}", NumberedLiteral(first->first), range));
-    at = end;
-  }
-  if (parts.size() == 1 && !only_names) return "[" + parts.front() + "]";
-  for (std::string& part : parts) {
-    if (part.starts_with("f\"")) part = "*(" + part + ")";
-  }
-  return fmt::format("[{}]", fmt::join(parts, ", "));
 }
 
 // One fully_shard, or one for each of several names.
@@ -131,18 +34,23 @@ struct Call {
 
 class Script {
  public:
-  Script(const Plan& plan, const Strategy& settings) : plan_(plan), strategy_(settings) {}
+  Script(const Plan& plan, const Strategy& settings) : plan_(plan), strategy_(settings) {
+    for (const Unit& unit : plan.units) {
+      for (const UnitParameter& parameter : unit.parameters) parameters_.push_back(parameter.fqn);
+    }
+  }
 
   Result<std::string> Make(const std::vector<std::string>& about) {
     if (Status written = CheckWritten(); !written) return std::unexpected(written.error());
     MakeBody();
+    const std::string loop = Loop();
     std::string text = "\"\"\"Plain FSDP2 calls that set a model up as a plan of shardplan has it.\n\n";
     for (const std::string& line : about) text += DocLine(line);
     text += "\"\"\"\n\nfrom __future__ import annotations\n\n" + Imports() + Settings() + Helpers();
     text += "\n\ndef apply_plan(model: nn.Module, mesh: DeviceMesh) -> nn.Module:\n";
     text += fmt::format("    \"\"\"Before the optimizer is made. `mesh`: {}.\"\"\"\n", MeshText());
     text += body_ + "    return model\n";
-    return text + Loop();
+    return text + loop;
   }
 
  private:
@@ -163,8 +71,13 @@ class Script {
     for (std::size_t r = 0; r < strategy_.units.size(); ++r) {
       const UnitRule& rule = strategy_.units[r];
       const std::string at = fmt::format("/strategy/units/{}", r);
-      if (!rule.parameter_meshes.empty())
-        return refuse(at + "/parameter_meshes", "ShardPlacementResult, which is private to PyTorch");
+      const auto& own = rule.data_parallel ? rule.data_parallel : strategy_.data_parallel;
+      for (std::size_t m = 0; m < rule.parameter_meshes.size(); ++m) {
+        if (rule.parameter_meshes[m].data_parallel == own) {
+          return refuse(fmt::format("{}/parameter_meshes/{}/data_parallel", at, m),
+                        "a group of its own over the unit's ranks, which fully_shard does not make");
+        }
+      }
       if (rule.mixed_precision && !rule.mixed_precision->keep_param_dtype.empty())
         return refuse(at + "/mixed_precision/keep_param_dtype", "param_dtype_override_fn");
     }
@@ -182,36 +95,79 @@ class Script {
   void Comment(std::string_view text) { Say("# " + std::string(text)); }
 
   // ---- units ----
-  std::string MeshOf(const std::optional<DataParallelDims>& given) {
-    std::vector<std::string> all;
+  // Arguments of fully_shard that say over which ranks. A strategy that names FSDP's dimensions has a
+  // variable for each choice of them.
+  std::string RanksOf(const std::optional<DataParallelDims>& given) {
+    if (given) return fmt::format("**{}", VariableOf(*given));
+    std::vector<std::string> all, dims;
     for (const StrategyMeshDim& dim : plan_.mesh) all.push_back(dim.name);
-    std::vector<std::string> dims;
-    const auto add = [&](const std::vector<std::string>& of) {
-      if (of.empty()) return;
-      if (of.size() == 1) {
-        dims.push_back(of.front());
-        return;
-      }
-      const std::string name = fmt::format("{}", fmt::join(of, "_"));
-      if (flattened_.insert(name).second) {
-        std::vector<std::string> literals;
-        for (const std::string& dim : of) literals.push_back(Literal(dim));
-        Say(fmt::format("mesh[{}]._flatten({})", fmt::join(literals, ", "), Literal(name)));
-      }
-      dims.push_back(name);
-    };
-    if (given) {
-      add(given->replicate);
-      add(given->shard);
-    } else {
-      for (const char* name : {"replicate", "shard"}) {
-        if (std::ranges::find(all, name) != all.end()) dims.push_back(name);
-      }
+    for (const char* name : {"replicate", "shard"}) {
+      if (std::ranges::find(all, name) != all.end()) dims.push_back(Literal(std::string(name)));
     }
-    if (dims == all) return "mesh";
-    std::vector<std::string> literals;
-    for (const std::string& dim : dims) literals.push_back(Literal(dim));
-    return fmt::format("mesh[{}]", fmt::join(literals, ", "));
+    return dims.size() == all.size() ? "mesh=mesh" : fmt::format("mesh=mesh[{}]", fmt::join(dims, ", "));
+  }
+
+  std::string VariableOf(const DataParallelDims& dims) {
+    const auto found = std::ranges::find(ranks_, dims);
+    const auto number = found - ranks_.begin();
+    if (found == ranks_.end()) {
+      ranks_.push_back(dims);
+      std::string arguments = "model, mesh, shard=" + Tuple(dims.shard);
+      if (!dims.replicate.empty()) arguments += ", replicate=" + Tuple(dims.replicate);
+      ranks_lines_.push_back(fmt::format("{} = data_parallel({})", RanksName(number), arguments));
+    }
+    return RanksName(number);
+  }
+
+  static std::string RanksName(std::ptrdiff_t number) {
+    return number == 0 ? "ranks" : fmt::format("ranks_{}", number);
+  }
+
+  // ---- parameters ----
+  // Names of parameters as patterns with '*' for numbers, where no other parameter of the plan matches.
+  std::vector<std::string> PatternsOf(const std::vector<std::string>& names) const {
+    std::vector<std::string> patterns;
+    const std::set<std::string> named(names.begin(), names.end());
+    for (const std::string& name : names) {
+      std::string entry = AnyNumber(name);
+      const auto is_other = [&](const std::string& other) {
+        return Matches(entry, other) && !named.contains(other);
+      };
+      if (IsPattern(name) || std::ranges::any_of(parameters_, is_other)) entry = name;
+      if (std::ranges::find(patterns, entry) == patterns.end()) patterns.push_back(entry);
+    }
+    return patterns;
+  }
+
+  static std::string AnyNumber(const std::string& name) {
+    std::string text;
+    for (std::size_t at = 0; at <= name.size();) {
+      const std::size_t end = std::min(name.find('.', at), name.size());
+      const std::string_view part = std::string_view(name).substr(at, end - at);
+      const bool number = !part.empty() && part.find_first_not_of("0123456789") == std::string_view::npos;
+      text += number ? "*" : part;
+      if (end < name.size()) text += '.';
+      at = end + 1;
+    }
+    return text;
+  }
+
+  // The argument shard_placement_fn; "": the call has none.
+  std::string PlacementOf(const UnitRule& rule) {
+    std::vector<std::string> meshes;
+    for (const ParameterMeshRule& mesh : rule.parameter_meshes) {
+      const std::string ranks = VariableOf(mesh.data_parallel);
+      meshes.push_back(fmt::format("({}, {})", List(PatternsOf(mesh.parameters)), ranks));
+    }
+    const bool has_dims = !strategy_.fsdp2.shard_dims.empty();
+    uses_placements_ = uses_placements_ || has_dims;
+    if (meshes.empty()) return has_dims ? "placement" : "";
+    const std::string placed =
+        fmt::format("on_meshes(model, [{}]{})", fmt::join(meshes, ", "), has_dims ? ", placement" : "");
+    const auto found = std::ranges::find(on_meshes_, placed);
+    const auto number = found - on_meshes_.begin();
+    if (found == on_meshes_.end()) on_meshes_.push_back(placed);
+    return number == 0 ? "on_their_meshes" : fmt::format("on_their_meshes_{}", number);
   }
 
   std::string PrecisionOf(const MixedPrecision& given) {
@@ -224,8 +180,7 @@ class Script {
   }
 
   std::string Arguments(const UnitRule& rule) {
-    const auto& dims = rule.data_parallel ? rule.data_parallel : strategy_.data_parallel;
-    std::string text = "mesh=" + MeshOf(dims);
+    std::string text = RanksOf(rule.data_parallel ? rule.data_parallel : strategy_.data_parallel);
     const auto& reshard =
         rule.reshard_after_forward ? rule.reshard_after_forward : strategy_.reshard_after_forward;
     if (reshard) text += ", reshard_after_forward=" + Literal(*reshard);
@@ -241,7 +196,8 @@ class Script {
                                    : ", offload_policy=CPUOffloadPolicy(pin_memory=False)";
     }
     if (!strategy_.ignored_parameters.empty()) text += ", ignored_params=ignored";
-    if (!strategy_.fsdp2.shard_dims.empty()) text += ", shard_placement_fn=placement";
+    if (const std::string placement = PlacementOf(rule); !placement.empty())
+      text += ", shard_placement_fn=" + placement;
     return text;
   }
 
@@ -287,11 +243,19 @@ class Script {
       uses_patterns_ = true;
       return fmt::format("matching(model, {})", List(entries));
     }
+    if (entries.size() == 1) return fmt::format("[{}]", ModuleExpression(entries.front()));
     return fmt::format("[model.get_submodule(name) for name in {}]", NamesExpression(entries));
   }
 
   void SayCalls() {
-    for (const Call& call : Calls()) {
+    const std::vector<Call> calls = Calls();
+    if (!ranks_lines_.empty()) Comment("The ranks that FSDP shards and replicates over.");
+    for (const std::string& line : ranks_lines_) Say(line);
+    if (uses_placements_) Say("placement = placements(model)");
+    for (std::size_t i = 0; i < on_meshes_.size(); ++i)
+      Say(fmt::format("on_their_meshes{} = {}", i == 0 ? "" : fmt::format("_{}", i), on_meshes_[i]));
+    Comment("Units, in the order in which FSDP2 takes them.");
+    for (const Call& call : calls) {
       if (call.group) {
         Say(fmt::format("fully_shard({}, {})", ModulesExpression(call.entries), call.arguments));
       } else if (call.entries == std::vector<std::string>{""}) {
@@ -382,7 +346,7 @@ class Script {
       each.emplace_back("unit.set_allocate_memory_from_process_group_for_comm(True)");
     if (!each.empty()) {
       uses_fsdp_module_ = true;
-      Say("for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):");
+      Say(kEachUnit, 0);
       for (const std::string& setter : each) Say(setter, 2);
     }
     for (const std::vector<std::string>& roots : knobs.shared_comm_contexts) {
@@ -391,12 +355,20 @@ class Script {
       for (const std::string& root : Named({.modules = roots})) names.push_back(FirstOf(root));
       Say(fmt::format("share_comm_ctx({})", ModulesExpression(names)));
     }
-    for (const ModuleCall& call : strategy_.setup) Say(CallText(call));
+    for (const ModuleCall& call : strategy_.setup) {
+      if (const std::string line = CallText(call); !line.empty()) Say(line);
+    }
   }
 
-  // A setter, as the loop calls it.
+  // A call on a module, as the loop writes it; "": it is the loop's own code (states of checkpoints).
   std::string CallText(const ModuleCall& call) {
+    const std::string on = ModuleExpression(call.module);
+    if (call.method == "state_dict" || call.method == "load_state_dict") return "";
+    if (call.method == "wait_for_unshard" || call.method == "wait_for_gradient_reduction")
+      return fmt::format("HANDLES.pop(({})).wait()", HandleOf(call));
+    if (call.method == "set_post_optim_event") return on + kRecordsEvent;
     std::vector<std::string> arguments;
+    const bool has_handle = call.method == "unshard" || call.method == "finalize_backward";
     if (!call.modules.empty()) {
       std::vector<std::string> names;
       for (const std::string& name : call.modules) names.push_back(FirstOf(name));
@@ -404,10 +376,30 @@ class Script {
     } else if (call.number) {
       arguments.push_back(Literal(*call.number));
     } else if (call.value) {
-      arguments.push_back((call.method == "unshard" ? "async_op=" : "") + Literal(*call.value));
+      arguments.push_back((has_handle ? "async_op=" : "") + Literal(*call.value));
     }
     if (!call.recurse) arguments.emplace_back("recurse=False");
-    return fmt::format("{}.{}({})", ModuleExpression(call.module), call.method, fmt::join(arguments, ", "));
+    const std::string text = fmt::format("{}.{}({})", on, call.method, fmt::join(arguments, ", "));
+    return has_handle && IsWaitedFor(call) ? fmt::format("HANDLES[{}] = {}", HandleOf(call), text) : text;
+  }
+
+  static std::string WaitOf(const ModuleCall& call) {
+    return call.method == "unshard" ? "wait_for_unshard" : "wait_for_gradient_reduction";
+  }
+  // A module has at most one handle of each kind.
+  static std::string HandleOf(const ModuleCall& call) {
+    const bool unshards = call.method == "unshard" || call.method == "wait_for_unshard";
+    return fmt::format("\"{}\", {}", unshards ? "unshard" : "finalize_backward", Literal(call.module));
+  }
+
+  bool IsWaitedFor(const ModuleCall& call) {
+    if (strategy_.program.empty()) return false;
+    const bool waits = std::ranges::any_of(strategy_.program.back(), [&](const ProgramCall& other) {
+      const auto* wait = std::get_if<ModuleCall>(&other);
+      return wait != nullptr && wait->method == WaitOf(call) && wait->module == call.module;
+    });
+    uses_handles_ = uses_handles_ || waits;
+    return waits;
   }
 
   // ---- checkpointing ----
@@ -461,15 +453,12 @@ class Script {
           NamesExpression(strategy_.ignored_parameters)));
     }
     SayCheckpoint();
-    if (!strategy_.fsdp2.shard_dims.empty()) {
-      Say("placement = placements(model)");
-      uses_placements_ = true;
-    }
-    Comment("Units, in the order in which FSDP2 takes them.");
     SayCalls();
     SayPrefetches();
     SaySetters();
   }
+
+  bool PlacesParameters() const { return uses_placements_ || !on_meshes_.empty(); }
 
   // ---- around the function ----
   std::string MeshText() const {
@@ -487,7 +476,8 @@ class Script {
     std::string text;
     if (!strategy_.alloc_conf.empty()) text += "import os\n";
     if (uses_saved_) text += "import collections\n";
-    if (uses_patterns_ || uses_placements_) text += "import re\n";
+    if (uses_patterns_ || PlacesParameters()) text += "import re\n";
+    if (!ranks_.empty()) text += "import sys\n";
     if (!text.empty()) text += "\n";
     text += "import torch\nfrom torch import nn\n";
     if (uses_checkpoint_)
@@ -500,6 +490,11 @@ class Script {
     if (uses_shared_context_) names.emplace_back("share_comm_ctx");
     text += "from torch.distributed.device_mesh import DeviceMesh\n";
     text += fmt::format("from torch.distributed.fsdp import {}\n", fmt::join(names, ", "));
+    if (!on_meshes_.empty()) {
+      text +=
+          "from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult\n"
+          "from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info\n";
+    }
     if (uses_placements_) text += "from torch.distributed.tensor import Shard\n";
     if (uses_saved_)
       text += "from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts\n";
@@ -521,116 +516,99 @@ class Script {
 
   std::string Helpers() const {
     std::string text;
-    if (uses_patterns_ || uses_placements_) text += kMatches;
-    if (uses_patterns_) text += kMatching;
+    if (uses_patterns_ || PlacesParameters()) text += fsdp2_helpers::kMatches;
+    if (uses_patterns_) text += fsdp2_helpers::kMatching;
+    if (PlacesParameters()) text += fsdp2_helpers::kNamed;
+    if (!ranks_.empty()) text += fsdp2_helpers::kDataParallel;
+    if (!on_meshes_.empty()) text += fsdp2_helpers::kOnMeshes;
     if (uses_placements_) {
       std::vector<std::string> rules;
       for (const ShardDimRule& rule : strategy_.fsdp2.shard_dims)
-        rules.push_back(fmt::format("({}, {})", List(rule.parameters), rule.dim));
-      text += fmt::format(kPlacements, fmt::join(rules, ", "));
+        rules.push_back(fmt::format("({}, {})", List(PatternsOf(rule.parameters)), rule.dim));
+      text += fmt::format(fsdp2_helpers::kPlacements, fmt::join(rules, ", "));
     }
     if (uses_saved_) {
       std::vector<std::string> rules;
       for (const SavedOperator& saved : strategy_.checkpoint->save)
         rules.push_back(fmt::format("{}: {}", Literal(saved.name), saved.recompute_every));
-      text += fmt::format(kSelective, fmt::join(rules, ", "));
+      text += fmt::format(fsdp2_helpers::kSelective, fmt::join(rules, ", "));
     }
     return text;
   }
 
-  // The setters of the step that repeats, where each stands before a forward.
+  // The calls on modules of the step that repeats, by what they stand before.
   std::string Loop() {
     std::string text;
-    if (!strategy_.program.empty()) text += BeforeForward(strategy_.program.back());
-    if (strategy_.fsdp2.post_optim_event) {
-      text +=
-          "\n\ndef after_optimizer_step(model: nn.Module) -> None:\n"
-          "    \"\"\"After every step of the optimizer.\"\"\"\n"
-          "    "
-          "model.set_post_optim_event(torch.get_device_module(next(model.parameters()).device).current_"
-          "stream().record_event())\n";
+    if (!strategy_.program.empty()) text += CallsOfStep(strategy_.program.back());
+    if (!strategy_.fsdp2.post_optim_event) return text;
+    std::vector<std::string> lines = {fmt::format("    model{}", kRecordsEvent)};
+    if (!strategy_.fsdp2.shard_root) {
+      uses_fsdp_module_ = true;
+      lines = {kEachUnit, fmt::format("        unit{}", kRecordsEvent)};
     }
+    text += Function("after_optimizer_step(model: nn.Module)", "After every step of the optimizer.", lines);
     return text;
   }
 
-  std::string BeforeForward(const StepProgram& step) {
-    std::vector<std::string> lines;
-    std::vector<std::string> pending;
-    std::int32_t forward = 0;
-    for (const ProgramCall& call : step) {
-      if (const auto* setter = std::get_if<ModuleCall>(&call)) pending.push_back(CallText(*setter));
-      if (!std::holds_alternative<ForwardCall>(call)) continue;
-      if (!pending.empty()) lines.push_back(fmt::format("    if forward == {}:", forward));
+  std::string CallsOfStep(const StepProgram& step) {
+    std::vector<std::string> forwards, backwards, optimizer, end, pending;
+    std::int32_t forward = 0, backward = 0;
+    const auto numbered = [&](std::vector<std::string>& lines, const char* name, std::int32_t& number) {
+      if (!pending.empty()) lines.push_back(fmt::format("    if {} == {}:", name, number));
       for (const std::string& line : pending) lines.push_back("        " + line);
       pending.clear();
-      ++forward;
+      ++number;
+    };
+    const auto plain = [&](std::vector<std::string>& lines) {
+      for (const std::string& line : pending) lines.push_back("    " + line);
+      pending.clear();
+    };
+    for (const ProgramCall& call : step) {
+      if (const auto* on_module = std::get_if<ModuleCall>(&call)) {
+        if (const std::string line = CallText(*on_module); !line.empty()) pending.push_back(line);
+      } else if (std::holds_alternative<ForwardCall>(call)) {
+        numbered(forwards, "forward", forward);
+      } else if (std::holds_alternative<BackwardCall>(call)) {
+        numbered(backwards, "backward", backward);
+      } else if (std::holds_alternative<OptimizerStepCall>(call)) {
+        plain(optimizer);
+      }
     }
-    if (lines.empty()) return {};
-    return fmt::format(
-        "\n\ndef before_forward(model: nn.Module, forward: int) -> None:\n"
-        "    \"\"\"The setters of the training loop: before each forward of a step, counted from 0.\"\"\"\n"
-        "{}\n",
-        fmt::join(lines, "\n"));
+    plain(end);
+    std::string text = uses_handles_ ? "\n\nHANDLES: dict = {}\n" : "";
+    text += Function("before_forward(model: nn.Module, forward: int)",
+                     "Before each forward of a step, counted from 0: the loop's calls on FSDP's modules.",
+                     forwards);
+    text += Function("before_backward(model: nn.Module, backward: int)",
+                     "Before each backward of a step, counted from 0.", backwards);
+    text +=
+        Function("before_optimizer_step(model: nn.Module)", "Before every step of the optimizer.", optimizer);
+    return text + Function("after_step(model: nn.Module)", "At the end of every step of the loop.", end);
   }
 
-  static constexpr std::string_view kMatches = R"py(
+  static std::string Function(std::string_view declaration, std::string_view about,
+                              const std::vector<std::string>& lines) {
+    if (lines.empty()) return "";
+    return fmt::format("\n\ndef {} -> None:\n    \"\"\"{}\"\"\"\n{}\n", declaration, about,
+                       fmt::join(lines, "\n"));
+  }
 
-def matches(pattern: str, name: str) -> bool:
-    """`*` and `?` stand for what has no dot."""
-    return re.fullmatch("".join({"*": "[^.]*", "?": "[^.]"}.get(c, re.escape(c)) for c in pattern), name) is not None
-)py";
-  static constexpr std::string_view kMatching = R"py(
-
-WRAPPED = "_checkpoint_wrapped_module"
-
-
-def matching_names(model: nn.Module, entries: list[str]) -> list[str]:
-    """Of the modules that an entry matches: by name, or "class:NAME". Wrappers of checkpoints are in no name."""
-    named: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        named.setdefault(".".join(part for part in name.split(".") if part != WRAPPED), module)
-    kinds = {name: f"class:{type(getattr(module, WRAPPED, module)).__name__}" for name, module in named.items()}
-    return [name for name in named for entry in entries if kinds[name] == entry or matches(entry, name)]
-
-
-def matching(model: nn.Module, entries: list[str]) -> list[nn.Module]:
-    return [model.get_submodule(name) for name in matching_names(model, entries)]
-)py";
-  static constexpr std::string_view kPlacements = R"py(
-
-def placements(model: nn.Module):
-    """Dimensions that parameters are cut along, where it is not the first one. The first rule that matches counts."""
-    dims = {{}}
-    for patterns, dim in [{}]:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if any(matches(pattern, name.replace("_checkpoint_wrapped_module.", "")) for pattern in patterns):
-                dims.setdefault(parameter, dim)
-    return lambda parameter: Shard(dims[parameter]) if parameter in dims else None
-)py";
-  static constexpr std::string_view kSelective = R"py(
-
-def selective_contexts():
-    """Operators whose results are kept in a recomputed module; of those with a number every so many-th is run again all the same."""
-    kept = {{{}}}
-    counts: collections.Counter = collections.Counter()
-
-    def policy(context, operator, *_, **__) -> CheckpointPolicy:
-        name = str(operator).rpartition(".")[0]
-        if name not in kept:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        counts[context.is_recompute, name] += 1
-        again = kept[name] > 0 and counts[context.is_recompute, name] % kept[name] == 0
-        return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
-
-    return create_selective_checkpoint_contexts(policy)
-)py";
+  static constexpr const char* kEachUnit =
+      "    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):";
+  static constexpr const char* kRecordsEvent =
+      ".set_post_optim_event(torch.get_device_module(next(model.parameters()).device).current_stream()"
+      ".record_event())";
 
   const Plan& plan_;
   const Strategy& strategy_;
   std::string body_;
-  std::set<std::string> flattened_;
+  std::vector<std::string> parameters_;  // of the plan, by FQN
+  // Variables of apply_plan, by number: the ranks of units and parameters, functions that place these.
+  std::vector<DataParallelDims> ranks_;
+  std::vector<std::string> ranks_lines_, on_meshes_;
   bool uses_precision_ = false, uses_offload_ = false, uses_patterns_ = false, uses_checkpoint_ = false,
-       uses_saved_ = false, uses_fsdp_module_ = false, uses_shared_context_ = false, uses_placements_ = false;
+       uses_saved_ = false, uses_fsdp_module_ = false, uses_shared_context_ = false, uses_placements_ = false,
+       uses_handles_ = false;
 };
 
 }  // namespace

@@ -11,7 +11,8 @@
 
 namespace shardplan::cli {
 
-// The file has apply_plan(model, mesh), before_forward(model, microbatch) where the loop calls setters, and
+// The file has apply_plan(model, mesh); before_forward(model, forward), before_backward(model, backward),
+// before_optimizer_step(model) and after_step(model) where the loop has calls on modules; and
 // after_optimizer_step(model) where an event follows the optimizer.
 //
 // `settings` as Fsdp2SettingsOf gives them. `about`: lines of the file's docstring. kNegative: settings that

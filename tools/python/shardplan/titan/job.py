@@ -36,6 +36,8 @@ class Job:
         try:
             with unittest.mock.patch.object(sys, "argv", ["shardplan torchtitan"]):  # whose name its parser prints
                 self.config = ConfigManager().parse_args(words)
+        except ModuleNotFoundError as error:  # of a module that --module names it is a plain ImportError
+            raise EnvironmentProblem(f"torchtitan's parser needs {error.name} (pip install {error.name})") from error
         except ImportError as error:
             raise TracerError(f"torchtitan: {error}") from error
         except (ValueError, AssertionError) as error:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from shardplan.tracer.errors import TracerError
+from shardplan.tracer.framework_setups import keep_whole
 
 _CHECKPOINTED, _COMPILED = "_checkpoint_wrapped_module", "_orig_mod"
 # Methods of a module that a strategy has no call for.
@@ -120,15 +121,16 @@ def recording() -> Iterator[Sharding]:
     if fsdp is None:
         yield sharding
         return
+    around = contextlib.ExitStack()
     replaced: dict[Callable, Callable] = {
-        fsdp.fully_shard: _noting(sharding, fsdp),
+        fsdp.fully_shard: _noting(sharding, around),
         fsdp.register_fsdp_forward_method: lambda *_: None,
     }
     if hasattr(fsdp, "share_comm_ctx"):
         replaced[fsdp.share_comm_ctx] = lambda modules: sharding.shared.append(list(modules))
     _active.append(sharding)
     try:
-        with replaced_everywhere(replaced):
+        with replaced_everywhere(replaced), around:
             yield sharding
     finally:
         _active.remove(sharding)
@@ -163,7 +165,7 @@ def _replace_everywhere(replaced: dict[Callable, Callable]) -> None:
                 names[name] = by_id[id(value)]
 
 
-def _noting(sharding: Sharding, fsdp: types.ModuleType) -> Callable:
+def _noting(sharding: Sharding, around: contextlib.ExitStack) -> Callable:
     given = {"mesh", "reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params",
              "dp_mesh_dims"}
 
@@ -173,13 +175,23 @@ def _noting(sharding: Sharding, fsdp: types.ModuleType) -> Callable:
         modules = [module] if isinstance(module, nn.Module) else list(module)
         if not modules or any(isinstance(one, (nn.ModuleList, nn.ModuleDict)) for one in modules):
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
-        sharding.units.append(Unit.of(modules, arguments))
+        keep_whole(around)
+        unit = Unit.of(modules, arguments)
+        if not all(_wraps_unit(one) for one in modules):
+            sharding.units.append(unit)
         for one in modules:
             make_fsdp_module(one)
         return module
 
     fully_shard.state = lambda module: None
     return fully_shard
+
+
+def _wraps_unit(module: nn.Module) -> bool:
+    """Whether it is a wrapper of a unit's module. Its fully_shard finds no parameter, and no hook does anything:
+    accelerate shards both, a layer and its checkpoint."""
+    inner = getattr(module, _CHECKPOINTED, None)
+    return inner is not None and is_noted(inner)
 
 
 def _managed(
