@@ -39,7 +39,7 @@ def test_what_does_not_exist_is_named_with_its_line(tmp_path, text, fault):
 
 def flags_of_commands():
     """Flags that the pages give to each command: {"memory": {"--rows": "docs/reference/memory.md", ...}, ...}; a line
-    that ends in a backslash goes on. Those with dots are torchtitan's."""
+    that ends in a backslash goes on. Flags with dots are torchtitan's."""
     flags: dict[str, dict[str, str]] = {}
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         text = page.read_text().replace("\\\n", " ")
