@@ -5,7 +5,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 
+#include "shardplan/schemas/collective_kinds.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/lower_bound.h"
@@ -76,6 +79,56 @@ inline BoundCase RandomBoundCase(std::uint32_t seed) {
   random_case.strategy.activation_offload.reset();
   return {std::move(random_case.trace), std::move(random_case.strategy),
           RandomCluster(random, random_case.ranks)};
+}
+
+// Collectives of all kinds, behind random operators: waited for at once, or behind one of the next, or not at
+// all; sends with their receives as one group.
+inline void AddCollectives(Random& random, Pass& pass, std::int32_t& number) {
+  std::vector<TraceEvent> events;
+  std::vector<std::int32_t> under_way;
+  for (TraceEvent& event : pass.events) {
+    const bool is_operator = std::holds_alternative<OperatorEvent>(event);
+    events.push_back(std::move(event));
+    if (!is_operator) continue;
+    if (!under_way.empty() && random.Chance(50)) {
+      events.push_back(CollectiveWaitEvent{under_way.back()});
+      under_way.pop_back();
+    }
+    if (!random.Chance(25)) continue;
+    ModelCollective issued{.kind = static_cast<CollectiveKind>(random.Below(kCollectiveKindCount)),
+                           .communicator = random.Below(3),
+                           .size_bytes = Bytes{8 + 8 * random.Below(4000)}};
+    if (random.Chance(40)) under_way.push_back(issued.work = number++);
+    OperatorEvent op{.name = "c10d.collective", .module = 0, .collective = issued};
+    if (DescriptionOf(issued.kind).movement == CollectiveMovement::kTransfer) {
+      const bool grouped = issued.work >= 0 || random.Chance(70);
+      op.collective->batch = grouped ? number++ : -1;
+      op.collective->peer = 1;
+      op.collective->kind = CollectiveKind::kSend;
+      events.push_back(op);
+      op.collective->kind = CollectiveKind::kReceive;
+    }
+    events.push_back(std::move(op));
+  }
+  pass.events = std::move(events);
+}
+
+// The case with collectives of the model, and now and then with parameters that lie on a dimension of its own
+// (experts). None: this one is not on the ranks.
+inline std::optional<BoundCase> Communicating(std::uint32_t seed, BoundCase c) {
+  Random random(seed * 40503U + 1);
+  if (c.cluster.ranks != 4) return std::nullopt;
+  c.trace.world_size = 4;
+  c.trace.communicators = {{"ep", 2, 1}, {"outer", 2, 2}, {"all", 4, 1}};
+  std::int32_t number = 0;
+  for (std::vector<Pass>* passes : {&c.trace.forwards, &c.trace.backwards}) {
+    for (Pass& pass : *passes) AddCollectives(random, pass, number);
+  }
+  if (c.strategy.policy != "fsdp2" || !c.strategy.mesh.empty() || random.Chance(40)) return c;
+  for (Parameter& parameter : c.trace.parameters) {
+    if (random.Chance(40)) parameter.placements = {{.mesh_dim = "ep", .size = 2, .dim = 0}};
+  }
+  return c;
 }
 
 inline Nanoseconds StepOf(const Plan& plan) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <optional>
 
 #include "optimize/prices.h"
 #include "shardplan/planner/planner.h"
@@ -24,9 +25,16 @@ using testing::StepOf;
 
 class BoundOfRandomPlans : public ::testing::Test {
  protected:
-  void Check(std::uint32_t seed) {
+  void Check(std::uint32_t seed) { Check(seed, RandomBoundCase(seed)); }
+
+  // The same with collectives of the model.
+  void CheckCommunicating(std::uint32_t seed) {
+    if (const std::optional<BoundCase> c = testing::Communicating(seed, RandomBoundCase(seed)); c)
+      Check(seed, *c);
+  }
+
+  void Check(std::uint32_t seed, const BoundCase& c) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
-    const BoundCase c = RandomBoundCase(seed);
     const Result<PlannerOutput> planned = MakePlan(c.trace, c.strategy, c.cluster);
     if (!planned || !planned->faults.empty() || !CheckPlanClass(planned->plan)) return;
     const Plan& plan = planned->plan;
@@ -52,8 +60,11 @@ class BoundOfRandomPlans : public ::testing::Test {
                  bool activation_offload = false) {
     SCOPED_TRACE(::testing::Message() << "recomputation " << recomputation << ", activations in host memory "
                                       << activation_offload);
-    const Result<StepWork> work = StepWork::Make(c.trace, plan, recomputation, activation_offload);
+    const Result<StepWork> work =
+        StepWork::Make(c.trace, plan, recomputation, activation_offload, SharesPools(plan));
     ASSERT_TRUE(work.has_value()) << ToString(work.error());
+    waiting_ += work->ModelWait().value > 0;
+    on_meshes_ += work->Meshes().size() > 1;
     const Bytes pooled = PoolMemory(plan).pooled_bytes;
     const Nanoseconds step = StepOf(plan);
     EXPECT_LE(work->LeastMemory(), pooled);
@@ -78,7 +89,7 @@ class BoundOfRandomPlans : public ::testing::Test {
   }
 
   double gaps_ = 0;
-  int checked_ = 0, offloading_ = 0;
+  int checked_ = 0, offloading_ = 0, waiting_ = 0, on_meshes_ = 0;
 };
 
 TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
@@ -95,6 +106,60 @@ TEST_F(BoundOfRandomPlans, IsNeverAboveTheStep) {
   EXPECT_GT(checked_, plans / 4);
   EXPECT_GT(offloading_, plans / 20);
   EXPECT_LT(gaps_ / checked_, 0.9);
+}
+
+TEST_F(BoundOfRandomPlans, IsNeverAboveTheStepOfAModelThatCommunicates) {
+  std::uint32_t first = 1, plans = 50;
+  if (const char* seed = std::getenv("SHARDPLAN_SEED"); seed != nullptr) {
+    first = static_cast<std::uint32_t>(std::atoi(seed));
+    plans = 1;
+  }
+  if (const char* more = std::getenv("SHARDPLAN_RANDOM_PLANS"); more != nullptr) plans = std::atoi(more);
+  for (std::uint32_t seed = first; seed < first + plans && !HasFailure(); ++seed) CheckCommunicating(seed);
+  if (plans < 50) return;
+  EXPECT_GT(checked_, plans / 4);
+  EXPECT_GT(waiting_, plans / 4);
+  EXPECT_GT(on_meshes_, plans / 20);
+}
+
+// Links are fast here, and the model waits for its own collectives as long as it computes: one after the
+// other, the step is both. A bound on work of links alone would be half of it.
+TEST(BoundOfModelCollectives, IsComputeAndWaitsInOrder) {
+  Trace trace = testing::LayeredTrace(6, 64, 64, 16);
+  trace.world_size = 4;
+  trace.communicators = {{"ep", 4, 1}};
+  Cluster cluster = testing::ClusterOf(4);
+  cluster.ranks_per_node = 4;
+  cluster.compute_rate_while_communicating_ppm = 900'000;
+  cluster.communication_rate_while_computing_ppm = 950'000;
+  cluster.links = {{"inner", {0}, 1'000'000'000'000}};
+  cluster.collectives.clear();
+  for (std::vector<Pass>* passes : {&trace.forwards, &trace.backwards}) {
+    std::vector<TraceEvent> events;
+    for (const TraceEvent& event : passes->front().events) {
+      events.push_back(event);
+      auto* op = std::get_if<OperatorEvent>(&events.back());
+      if (op == nullptr) continue;
+      op->duration_ns = {1'000'000};
+      OperatorEvent exchange{.name = "c10d.alltoall", .module = 0, .duration_ns = {1'000'000}};
+      exchange.collective =
+          ModelCollective{.kind = CollectiveKind::kAllToAll, .communicator = 0, .size_bytes = Bytes{64}};
+      events.push_back(exchange);
+    }
+    passes->front().events = std::move(events);
+  }
+  const Result<PlannerOutput> planned = MakePlan(trace, {}, cluster);
+  ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+  const Status in_class = CheckPlanClass(planned->plan);
+  ASSERT_TRUE(in_class.has_value()) << in_class.error().message;
+  const Result<StepWork> work = StepWork::Make(trace, planned->plan, false);
+  ASSERT_TRUE(work.has_value());
+  const CertificateBranch found =
+      optimize::FindPrices(*work, optimize::ChooseCuts(*work), LayoutKind::kPerParameter, testing::kLoose);
+  const Nanoseconds step = StepOf(planned->plan);
+  EXPECT_LE(found.lower_bound_ns, step);
+  EXPECT_GT(found.lower_bound_ns.value * 10, step.value * 9) << "of " << step.value;
+  EXPECT_GE(work->ModelWait().value * 21, step.value * 10);
 }
 
 // A unit that nobody trains is updated by nobody: FSDP2 leaves it gathered on the smaller mesh from step to

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "shardplan/planner/planner.h"
+#include "units/unit_parameters.h"
 
 namespace shardplan::optimize {
 namespace {
@@ -20,16 +21,78 @@ std::int32_t UnitCount(const Choice& choice) {
   return static_cast<std::int32_t>(std::ranges::count_if(choice.units, [](auto size) { return size > 0; }));
 }
 
+// The meshes of the module's parameters that are on others than most, with `apart` of what is kept of them.
+std::vector<ParameterMeshRule> MeshesOf(const Job& job, const std::string& module,
+                                        std::optional<ReshardAfterForward> apart) {
+  const auto found = job.other_meshes.find(module);
+  if (found == job.other_meshes.end()) return {};
+  std::vector<ParameterMeshRule> rules = found->second.rules;
+  for (ParameterMeshRule& rule : rules) rule.reshard_after_forward = apart;
+  return rules;
+}
+
+// PyTorch keeps on part of the ranks only parameters of the mesh of most: the others are freed.
+std::optional<ReshardAfterForward> KeptApart(const Job& job, const Choice& choice, std::int32_t left,
+                                             const std::optional<ReshardAfterForward>& unit) {
+  if (job.keeps_reshard) return std::nullopt;
+  const ReshardAfterForward apart(left > (choice.kept_apart == kAsTheUnit ? choice.kept : choice.kept_apart));
+  return unit == apart ? std::nullopt : std::optional(apart);
+}
+
 // The parts of the blocks that a unit is of: inside of it, with the same knobs.
-void AddParts(const Job& job, const Choice& choice, const UnitRule& unit, std::vector<UnitRule>& rules) {
+void AddParts(const Job& job, const Choice& choice, std::int32_t left, const UnitRule& unit,
+              std::vector<UnitRule>& rules) {
   if (!choice.in_parts || choice.fsdp1) return;
   for (const std::string& module : unit.modules) {
     if (!FindModule(job.chain, module)->block) continue;
     for (const std::string& part : job.chain.parts) {
       rules.push_back({.modules = {module + "." + part}});
       rules.back().reshard_after_forward = unit.reshard_after_forward;
+      rules.back().parameter_meshes =
+          MeshesOf(job, module, KeptApart(job, choice, left, unit.reshard_after_forward));
     }
   }
+}
+
+// PyTorch has no group of modules whose parameters are on several meshes: those on others than most are in
+// units of their own.
+void AddMeshes(const Job& job, const Choice& choice, std::int32_t left, UnitRule& unit,
+               std::vector<UnitRule>& rules) {
+  if (choice.fsdp1 || job.other_meshes.empty()) return;
+  const std::optional<ReshardAfterForward> apart = KeptApart(job, choice, left, unit.reshard_after_forward);
+  if (!unit.group) {
+    unit.parameter_meshes = MeshesOf(job, unit.modules.front(), apart);
+    return;
+  }
+  for (const std::string& module : unit.modules) {
+    const auto others = job.other_meshes.find(module);
+    if (others == job.other_meshes.end()) continue;
+    for (const std::string& own : others->second.modules) {
+      const bool is_part = choice.in_parts && std::ranges::any_of(job.chain.parts, [&](const auto& part) {
+                             return own == module + "." + part;
+                           });
+      if (is_part || own == module) continue;
+      rules.push_back({.modules = {own}});
+      rules.back().reshard_after_forward = unit.reshard_after_forward;
+      rules.back().parameter_meshes = MeshesOf(job, module, apart);
+    }
+  }
+}
+
+// Meshes of the modules that are left to the root, and of parameters in no module of the chain.
+std::vector<ParameterMeshRule> RootMeshes(const Job& job, const Choice& choice) {
+  std::vector<ParameterMeshRule> rules = MeshesOf(job, "", std::nullopt);
+  std::size_t at = 0;
+  for (const std::int32_t size : choice.units) {
+    const auto end = std::min(job.chain.modules.size(), at + static_cast<std::size_t>(std::abs(size)));
+    for (; at < end; ++at) {
+      if (size > 0) continue;
+      std::ranges::copy(MeshesOf(job, job.chain.modules[at].fqn, std::nullopt), std::back_inserter(rules));
+    }
+  }
+  for (; at < job.chain.modules.size(); ++at)
+    std::ranges::copy(MeshesOf(job, job.chain.modules[at].fqn, std::nullopt), std::back_inserter(rules));
+  return rules;
 }
 
 std::vector<UnitRule> RulesOf(const Job& job, const Choice& choice) {
@@ -49,14 +112,16 @@ std::vector<UnitRule> RulesOf(const Job& job, const Choice& choice) {
                                      : in_smaller_mesh ? ReshardAfterForward(choice.part)
                                                        : ReshardAfterForward(true);
       }
+      AddMeshes(job, choice, left, rule, rules);
+      AddParts(job, choice, left, rule, rules);
       --left;
-      AddParts(job, choice, rule, rules);
       rules.push_back(std::move(rule));
     }
     at = end;
   }
   UnitRule root{.modules = {""}};
   if (choice.root_freed && !job.keeps_reshard && !choice.fsdp1) root.reshard_after_forward = true;
+  if (!choice.fsdp1) root.parameter_meshes = RootMeshes(job, choice);
   rules.push_back(std::move(root));
   return rules;
 }
@@ -81,19 +146,23 @@ void KeepUnits(const Strategy& strategy, const Choice& choice, bool reshard, Ste
     return;
   }
   for (const UnitRule& rule : strategy.units) {
-    if (!rule.modules.front().empty() && rule.reshard_after_forward != ReshardAfterForward(true))
+    const auto keeps = [](const auto& of) { return of.reshard_after_forward == ReshardAfterForward(false); };
+    const bool kept = rule.reshard_after_forward != ReshardAfterForward(true) ||
+                      std::ranges::any_of(rule.parameter_meshes, keeps);
+    if (!rule.modules.front().empty() && kept)
       step.push_back(Set("set_reshard_after_backward", reshard, rule.modules.front(), false));
   }
 }
 
-// Sets it on the last `count` units that are wrapped. Parts stand before the unit that they are in.
+// Sets it on the last `count` units that are wrapped. Parts, and units of other meshes, stand before the unit
+// that they are in.
 void SetOfLast(const Job& job, const Strategy& strategy, const Choice& choice, std::int32_t count,
                const std::string& method, bool value, StepProgram& step) {
   std::int32_t left = UnitCount(choice);
   for (const UnitRule& rule : strategy.units) {
     if (left <= 0) return;
     if (left <= count) step.push_back(Set(method, value, rule.modules.front(), false));
-    if (!choice.in_parts || FindModule(job.chain, rule.modules.front()) != nullptr) --left;
+    if (FindModule(job.chain, rule.modules.front()) != nullptr) --left;
   }
 }
 
@@ -221,6 +290,14 @@ std::string ReshardText(const Job& job, const Choice& choice) {
                      std::min(choice.kept, units), units, others, choice.root_freed ? "freed" : "kept");
 }
 
+std::string ApartText(const Job& job, const Choice& choice) {
+  if (job.keeps_reshard) return "as given";
+  const Choice effective = Effective(job, choice);
+  if (effective.kept_apart == kAsTheUnit) return "parameters on other meshes are kept as their units are";
+  return fmt::format("those of {} of {} units kept whole after the forward, apart from their units",
+                     effective.kept_apart, UnitCount(choice));
+}
+
 std::string PrefetchText(const Job& job, const Choice& choice) {
   if (job.keeps_prefetch) return "as given";
   if (choice.fsdp1)
@@ -326,6 +403,44 @@ std::string LayoutText(const Job& job, const Choice& choice) {
 
 }  // namespace
 
+namespace {
+
+// The module of the chain that a module is in; "": in none.
+std::string ChainModuleOf(const ModelChain& chain, const std::string& fqn) {
+  for (std::size_t end = fqn.find('.');; end = fqn.find('.', end + 1)) {
+    const std::string outer = fqn.substr(0, end);
+    if (FindModule(chain, outer) != nullptr) return outer;
+    if (end == std::string::npos) return "";
+  }
+}
+
+// Meshes that the strategy's rules give to parameters, by the modules of the chain that these are in.
+void AddOtherMeshes(const Trace& trace, Job& job) {
+  std::vector<ParameterMeshRule> given;
+  for (const UnitRule& unit : job.strategy.units)
+    given.insert(given.end(), unit.parameter_meshes.begin(), unit.parameter_meshes.end());
+  for (const Module& module : trace.modules) {
+    if (given.empty() || !module.same_module_as.empty()) continue;
+    const std::string chain_module = ChainModuleOf(job.chain, module.fqn);
+    bool all = !module.parameters.empty();
+    for (const NamedParameter& named : module.parameters) {
+      const Parameter& parameter = trace.parameters[named.parameter];
+      const auto rule = std::ranges::find_if(given, [&](const ParameterMeshRule& r) {
+        return MatchesAny(r.parameters, parameter.fqn, parameter.shared_with);
+      });
+      all = all && rule != given.end();
+      if (rule == given.end()) continue;
+      std::vector<ParameterMeshRule>& rules = job.other_meshes[chain_module].rules;
+      auto same = std::ranges::find(rules, rule->data_parallel, &ParameterMeshRule::data_parallel);
+      if (same == rules.end()) same = rules.insert(same, {.data_parallel = rule->data_parallel});
+      same->parameters.push_back(parameter.fqn);
+    }
+    if (all) job.other_meshes[chain_module].modules.push_back(module.fqn);
+  }
+}
+
+}  // namespace
+
 bool DecidesAccumulation(const Job& job) {
   return job.microbatches > 1 && job.plain_loop && !job.keeps_accumulation;
 }
@@ -348,10 +463,15 @@ bool HasRest(const Job& job, const Choice& choice) {
 Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
   Job job{.strategy = strategy, .chain = MakeModelChain(trace)};
   job.shards = ranks;
+  const std::vector<std::string> replicate =
+      strategy.data_parallel ? strategy.data_parallel->replicate : std::vector<std::string>{"replicate"};
   for (const StrategyMeshDim& dim : strategy.mesh) {
-    if (dim.name == "replicate") job.replicas = dim.size;
+    if (std::ranges::count(replicate, dim.name) > 0) job.replicas *= dim.size;
+    if (strategy.data_parallel && std::ranges::count(strategy.data_parallel->shard, dim.name) == 0)
+      job.shards /= std::max<std::int64_t>(dim.size, 1);
   }
-  if (job.replicas > 1) job.shards = ranks / job.replicas;
+  if (!strategy.data_parallel && job.replicas > 1) job.shards = ranks / job.replicas;
+  AddOtherMeshes(trace, job);
   job.divisible_dims = EvenDims(trace, job.shards);
   job.plain_loop = strategy.program.size() == 1 && IsPlainLoop(strategy.program.front(), job.microbatches);
   if (!job.plain_loop) job.microbatches = 1;
@@ -359,6 +479,7 @@ Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
 }
 
 Strategy StrategyOf(const Job& job, const Choice& given) {
+  if (given.as_given) return job.strategy;
   const Choice choice = job.of_pytorch ? Effective(job, given) : given;
   Strategy strategy = job.strategy;
   strategy.policy = choice.fsdp1 ? "fsdp1" : "fsdp2";
@@ -366,10 +487,14 @@ Strategy StrategyOf(const Job& job, const Choice& given) {
   if (!job.keeps_units) {
     strategy.units = RulesOf(job, choice);
   } else if (!job.keeps_reshard && !choice.fsdp1) {
-    for (UnitRule& rule : strategy.units) rule.reshard_after_forward.reset();
     strategy.reshard_after_forward = choice.kept > 0   ? ReshardAfterForward(false)
                                      : choice.part > 1 ? ReshardAfterForward(choice.part)
                                                        : ReshardAfterForward(true);
+    for (UnitRule& rule : strategy.units) {
+      rule.reshard_after_forward.reset();
+      for (ParameterMeshRule& mesh : rule.parameter_meshes)
+        mesh.reshard_after_forward = KeptApart(job, choice, 1, strategy.reshard_after_forward);
+    }
   }
   SetCheckpoint(job, choice, strategy);
   SetActivationOffload(job, choice, strategy);
@@ -393,7 +518,8 @@ Strategy StrategyOf(const Job& job, const Choice& given) {
 }
 
 bool IsOfPyTorch(const Choice& choice) {
-  return !KeepsPartsOver(choice) && choice.inner == 0 && choice.offloaded == 0;
+  return !KeepsPartsOver(choice) && choice.inner == 0 && choice.offloaded == 0 &&
+         choice.kept_apart == kAsTheUnit && !choice.as_given;
 }
 
 namespace {
@@ -414,6 +540,7 @@ Accumulation WithoutKept(Accumulation accumulation) {
 void LeaveOutWhatFsdp2Lacks(const Job& job, Choice& choice) {
   choice.inner = 0;
   choice.offloaded = 0;
+  choice.kept_apart = kAsTheUnit;
   if (KeepsPartsOver(choice)) choice.accumulation = WithoutKept(choice.accumulation);
   if (job.strategy.pytorch != PyTorchVersion::k2_11) return;
   choice.in_flight = Choice().in_flight;
@@ -424,11 +551,13 @@ void LeaveOutWhatFsdp2Lacks(const Job& job, Choice& choice) {
 
 Choice Effective(const Job& job, Choice choice) {
   const Choice none;
+  if (choice.as_given) return {.as_given = true};
   choice.in_parts = choice.in_parts && MayBeInParts(job, choice);
   if (choice.fsdp1) {
     choice.kept = none.kept;
     choice.part = none.part;
     choice.post_forward_units = none.post_forward_units;
+    choice.kept_apart = none.kept_apart;
     choice.root_freed = none.root_freed;
     choice.in_flight = none.in_flight;
     choice.own_communicator = none.own_communicator;
@@ -442,6 +571,8 @@ Choice Effective(const Job& job, Choice choice) {
     if (choice.part <= 1 || choice.post_forward_units == 0) choice.part = none.part;
     if (choice.part == none.part || choice.post_forward_units == units - choice.kept)
       choice.post_forward_units = none.post_forward_units;
+    choice.kept_apart = std::clamp(choice.kept_apart, kAsTheUnit, units);
+    if (job.other_meshes.empty() || choice.kept_apart == choice.kept) choice.kept_apart = none.kept_apart;
   }
   if (choice.fsdp1 || choice.inner <= 1 || choice.inner >= job.shards || job.shards % choice.inner != 0)
     choice.inner = none.inner;
@@ -469,16 +600,18 @@ Choice Effective(const Job& job, Choice choice) {
 }
 
 const std::vector<std::string>& DecisionNames() {
-  static const std::vector<std::string> names = {"policy",       "units",      "reshard",
-                                                 "layout",       "checkpoint", "activations",
-                                                 "accumulation", "reduction",  "prefetch"};
+  static const std::vector<std::string> names = {"policy",    "units",      "reshard",     "apart",
+                                                 "layout",    "checkpoint", "activations", "accumulation",
+                                                 "reduction", "prefetch"};
   return names;
 }
 
 std::string DecisionText(const Job& job, const Choice& choice, const std::string& decision) {
+  if (choice.as_given) return "as given";
   if (decision == "policy") return choice.fsdp1 ? "fsdp1" : "fsdp2";
   if (decision == "units") return UnitsText(job, choice);
   if (decision == "reshard") return ReshardText(job, choice);
+  if (decision == "apart") return ApartText(job, choice);
   if (decision == "layout") return LayoutText(job, choice);
   if (decision == "checkpoint") return CheckpointText(job, choice);
   if (decision == "activations") return ActivationsText(job, choice);
@@ -500,6 +633,7 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
     choice.root_freed = other.root_freed;
     choice.grad_op = other.grad_op;
   }
+  if (decision == "apart") choice.kept_apart = other.kept_apart;
   if (decision == "layout") choice.cuts_divisible_dims = other.cuts_divisible_dims;
   if (decision == "checkpoint") {
     choice.recomputed = other.recomputed;

@@ -21,6 +21,8 @@ enum class Accumulation : std::uint8_t { kEach, kEachKept, kLast, kLastKept, kRe
 
 // A number of units: all that there are, and the root.
 inline constexpr std::int32_t kAllUnits = std::numeric_limits<std::int32_t>::max();
+// Choice::kept_apart: what is on other meshes is handled as its unit is.
+inline constexpr std::int32_t kAsTheUnit = -1;
 
 struct Choice {
   bool fsdp1 = false;
@@ -33,6 +35,9 @@ struct Choice {
   // Units before the kept ones, from the end, that are kept on the smaller mesh. The units before them are
   // freed.
   std::int32_t post_forward_units = kAllUnits;
+  // Units from the end whose parameters on other meshes (experts) are not freed after the forward, whatever
+  // the rest of the unit is.
+  std::int32_t kept_apart = kAsTheUnit;
   bool root_freed = false;           // the root's own parameters are, too
   bool cuts_divisible_dims = false;  // parameters of few rows are cut along Job::divisible_dims
   std::int32_t prefetch = 0;         // units ahead, in both passes; 0: as PyTorch by default
@@ -56,16 +61,25 @@ struct Choice {
   // fsdp1
   bool grad_op = false;  // SHARD_GRAD_OP
   Fsdp1BackwardPrefetch backward_prefetch = Fsdp1BackwardPrefetch::kPre;
+  // The job's strategy as it is; no other decision counts.
+  bool as_given = false;
   auto operator<=>(const Choice&) const = default;
 };
 
 // Whether block `block` of `blocks` is one of those that are offloaded.
 bool IsOffloaded(const Choice& choice, std::int32_t block, std::int32_t blocks);
 
+// Parameters of a module that are on another mesh than most.
+struct OtherMeshes {
+  std::vector<ParameterMeshRule> rules;  // each parameter by its name
+  std::vector<std::string> modules;      // that have such parameters and no others: they may be units
+};
+
 // The job that a choice is made for.
 struct Job {
   Strategy strategy;
   ModelChain chain;
+  std::map<std::string, OtherMeshes> other_meshes;  // by module of the chain; "": outside of these
   std::int64_t shards = 1, replicas = 1;
   std::int64_t node_ranks = 8;
   std::int32_t microbatches = 1;

@@ -17,21 +17,41 @@ namespace {
 
 constexpr Bytes kNoLimit{std::int64_t{1} << 53};
 
-// Kernels and collectives of a step at the prices that are best for them, the same all the time.
-Nanoseconds WorkBound(const Cluster& cluster, std::int64_t kernels_ns,
+// Kernels and collectives of a step at the prices that are best for them, the same all the time. Nothing of
+// the model's stream runs while it waits for a collective of the model: what the links' prices leave is the
+// wait's price. Kernels of other streams have none then, and `kernels_ns` are those of the model's stream.
+Nanoseconds WorkBound(const Cluster& cluster, std::int64_t kernels_ns, std::int64_t waits_ns,
                       const std::vector<std::int64_t>& links_ns) {
   __extension__ using Int128 = __int128;
-  std::int64_t best_ns = kernels_ns;
+  std::int64_t best_ns = kernels_ns + waits_ns;
   for (std::size_t l = 0; l < links_ns.size(); ++l) {
     std::vector<std::int64_t> shares(links_ns.size(), 0);
     shares[l] = kPriceScale;
     for (std::int64_t kernels = 0; kernels <= kPriceScale; kernels += kPriceScale / 32) {
       const WindowPrices prices = HighestPrices(cluster, kernels, shares);
-      const Int128 worth = Int128{prices.kernels} * kernels_ns + Int128{prices.links[l]} * links_ns[l];
+      const Int128 worth = Int128{prices.kernels} * kernels_ns + Int128{prices.links[l]} * links_ns[l] +
+                           Int128{kPriceScale - prices.links[l]} * waits_ns;
       best_ns = std::max(best_ns, static_cast<std::int64_t>(worth / kPriceScale));
     }
   }
   return {best_ns};
+}
+
+// Whether one stream waits at once for what the other was given: a record and the wait, from `at` on.
+bool WaitsFor(const std::vector<EngineInstruction>& code, std::size_t at, std::int8_t waiting,
+              std::int8_t given) {
+  if (at + 1 >= code.size()) return false;
+  const EngineInstruction &record = code[at], &wait = code[at + 1];
+  return record.op == EngineOp::kRecord && record.stream == given && wait.op == EngineOp::kWait &&
+         wait.stream == waiting && wait.operand == record.operand;
+}
+
+// Whether the collective starts behind all that the compute stream was given, which waits for it before it
+// does anything else.
+bool IsAwaited(const std::vector<EngineInstruction>& code, std::size_t collective) {
+  const std::int8_t stream = code[collective].stream;
+  return collective >= 2 && WaitsFor(code, collective - 2, stream, 0) &&
+         WaitsFor(code, collective + 1, 0, stream);
 }
 
 void AddWork(const Cluster& cluster, const EngineProgram& program, Evaluation& evaluation) {
@@ -39,21 +59,26 @@ void AddWork(const Cluster& cluster, const EngineProgram& program, Evaluation& e
   std::int64_t& kernels_ns = evaluation.kernels_ns.value;
   std::vector<std::int64_t>& links_ns = evaluation.links_ns;
   links_ns.assign(cluster.links.size(), 0);
-  for (const EngineInstruction& i : program.steps.back().code) {
+  const std::vector<EngineInstruction>& code = program.steps.back().code;
+  std::int64_t others_ns = 0;  // kernels of other streams
+  for (std::size_t at = 0; at < code.size(); ++at) {
+    const EngineInstruction& i = code[at];
     if (i.op == EngineOp::kSegment) {
       const EngineSegment& segment = program.segments[static_cast<std::size_t>(i.operand)];
       if (segment.count > 0)
         kernels_ns += program.operators[static_cast<std::size_t>(segment.first)].rest_ns.value;
     } else if (i.op == EngineOp::kWork && i.work == WorkClass::kCollective) {
+      if (IsAwaited(code, at)) evaluation.waits_ns += i.duration_ns;
       if (i.loads < 0) continue;
       const LinkLoads& loads = program.loads[static_cast<std::size_t>(i.loads)];
       for (std::size_t l = 0; l < links_ns.size(); ++l)
         links_ns[l] += static_cast<std::int64_t>(Int128{i.duration_ns.value} * loads.ppm[l] / 1'000'000);
     } else if (i.op == EngineOp::kWork && (i.work == WorkClass::kCompute || i.work == WorkClass::kCopy)) {
-      kernels_ns += i.duration_ns.value;
+      (i.stream == 0 ? kernels_ns : others_ns) += i.duration_ns.value;
     }
   }
-  evaluation.work_ns = WorkBound(cluster, kernels_ns, links_ns);
+  if (evaluation.waits_ns.value == 0) kernels_ns += others_ns;
+  evaluation.work_ns = WorkBound(cluster, kernels_ns, evaluation.waits_ns.value, links_ns);
 }
 
 }  // namespace
@@ -146,7 +171,8 @@ bool Evaluator::Fits(const Choice& choice) {
 }
 
 Nanoseconds Evaluator::WorkWith(const Evaluation& evaluation, Nanoseconds more) const {
-  return WorkBound(cluster_, evaluation.kernels_ns.value + more.value, evaluation.links_ns);
+  return WorkBound(cluster_, evaluation.kernels_ns.value + more.value, evaluation.waits_ns.value,
+                   evaluation.links_ns);
 }
 
 DeviceFit Evaluator::FitOf(const Choice& choice) const {

@@ -29,6 +29,7 @@ struct Evaluation {
   // says of these kernels and collectives.
   Nanoseconds work_ns;
   Nanoseconds kernels_ns;
+  Nanoseconds waits_ns;  // of collectives of the model that the compute stream waits for at once
   std::vector<std::int64_t> links_ns;  // by link of the cluster
   Error error;                         // why there is none
   // Pooled memory is reserved, too: the choice does not fit. (Where the cache is released, pools give to each

@@ -166,6 +166,12 @@ void AddReshardMoves(const Job& job, const Choice& from, std::vector<Choice>& mo
     if (kept + step < units) add([&](Choice& c) { c.kept = kept + step; });
     if (kept - step > 0) add([&](Choice& c) { c.kept = kept - step; });
   }
+  if (!job.other_meshes.empty()) {
+    add([](Choice& c) { c.kept_apart = kAsTheUnit; });
+    add([](Choice& c) { c.kept_apart = kAllUnits; });
+    for (const std::int32_t count : CountsBeside(from.kept_apart, units))
+      add([&](Choice& c) { c.kept_apart = count; });
+  }
   add([](Choice& c) { c.part = 0; });
   for (const std::int64_t part : Parts(job)) add([&](Choice& c) { c.part = part; });
   if (from.part <= 1) return;
@@ -350,8 +356,9 @@ std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& option
       baselines.push_back({"fsdp2 as torchtitan wraps", Titan(job)});
     }
   }
-  if (!options.may_checkpoint || job.keeps_checkpoint) return baselines;
   const std::size_t plain = baselines.size();
+  if (!job.of_pytorch) baselines.push_back({"as given", {.as_given = true}});
+  if (!options.may_checkpoint || job.keeps_checkpoint) return baselines;
   for (std::size_t i = 0; i < plain; ++i) {
     NamedChoice recomputed = baselines[i];
     recomputed.name += ", blocks recomputed";
@@ -385,6 +392,14 @@ std::vector<Choice> Grid(const Job& job, const OptimizeOptions& options) {
         works.push_back(choice);
         choice.kept = kAllUnits;
         works.push_back(choice);
+        if (!job.other_meshes.empty()) {
+          choice.kept_apart = 0;
+          works.push_back(choice);
+          choice.kept = Titan(job).kept;
+          choice.kept_apart = kAllUnits;
+          works.push_back(choice);
+          choice.kept_apart = kAsTheUnit;
+        }
         if (const std::int64_t part = NodePart(job); part > 0) {
           choice.kept = Titan(job).kept;
           choice.part = part;

@@ -14,6 +14,7 @@
 #include "optimize/prices.h"
 #include "optimize/robust.h"
 #include "optimize/search.h"
+#include "pipeline.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/pytorch_rules.h"
@@ -53,6 +54,13 @@ bool NeedsItsUnits(const Strategy& strategy) {
   };
   return std::ranges::any_of(strategy.units, says_more) || !strategy.fsdp2.shard_root ||
          !strategy.setup.empty() || !strategy.fsdp2.shared_comm_contexts.empty();
+}
+
+// With the mesh of the trace's parameters, where the job has none of its own: the search has to know who is
+// on which. A trace that has none to make is an error of every plan.
+Strategy WithMesh(const Trace& trace, const Strategy& job, std::int64_t ranks) {
+  const Result<Strategy> completed = CompleteStrategy(job, trace, ranks);
+  return completed && completed->mesh != job.mesh ? *completed : job;
 }
 
 class OptimizeRun {
@@ -282,7 +290,7 @@ class OptimizeRun {
   }
 
   Result<StepWork> WorkOf(const Plan& plan) const {
-    return StepWork::Make(trace_, plan, Recomputes(plan), Offloads(plan));
+    return StepWork::Make(trace_, plan, Recomputes(plan), Offloads(plan), SharesPools(plan));
   }
 
   // Layouts of the units of plans that the search may choose.
@@ -308,6 +316,9 @@ class OptimizeRun {
                             .plan_class = std::string(kPlanClass),
                             .activation_offload = Offloads(plan),
                             .recomputation = Recomputes(plan),
+                            .shared_pools = SharesPools(plan),
+                            .meshes = work->Meshes(),
+                            .model_wait_ns = work->ModelWait(),
                             .budget_bytes = LargestBudget(),
                             .cuts = optimize::ChooseCuts(*work)};
     certificate.layouts = LayoutsOf(plan);
@@ -317,10 +328,20 @@ class OptimizeRun {
     output_.certificate = std::move(certificate);
   }
 
+  // The first of the common settings that there is a plan of: a loop may name modules that have to be units.
+  Choice UsualChoice() {
+    const std::vector<optimize::NamedChoice> baselines = optimize::Baselines(job_, options_);
+    for (const optimize::NamedChoice& usual : baselines) {
+      if (evaluator_.Evaluate({usual.choice}, true).front().planned) return usual.choice;
+    }
+    return baselines.front().choice;
+  }
+
   void AddDecisions() {
-    const Choice usual = optimize::Baselines(job_, options_).front().choice;
+    const Choice usual = UsualChoice();
     const Nanoseconds step_ns = evaluator_.known().at(choice_).step_ns;
     for (const std::string& decision : optimize::DecisionNames()) {
+      if (decision == "apart" && job_.other_meshes.empty()) continue;
       DecisionReport report{.decision = decision, .chosen = optimize::DecisionText(job_, choice_, decision)};
       const Choice without = optimize::WithDecision(choice_, decision, usual);
       if (without == choice_) {
@@ -452,7 +473,7 @@ namespace optimize {
 
 Result<Outlook> LookAt(const Trace& trace, const Strategy& job, const Cluster& cluster,
                        const OptimizeOptions& options) {
-  return OptimizeRun(trace, job, cluster, options).Look();
+  return OptimizeRun(trace, WithMesh(trace, job, cluster.ranks), cluster, options).Look();
 }
 
 std::vector<CertificateBranch> FindBranches(const StepWork& work, const std::vector<std::int64_t>& cuts,
@@ -476,7 +497,7 @@ const std::set<std::string>& FixableDecisions() {
 
 Result<OptimizeOutput> Optimize(const Trace& trace, const Strategy& job, const Cluster& cluster,
                                 const OptimizeOptions& options) {
-  return OptimizeRun(trace, job, cluster, options).Run();
+  return OptimizeRun(trace, WithMesh(trace, job, cluster.ranks), cluster, options).Run();
 }
 
 }  // namespace shardplan

@@ -117,7 +117,9 @@ class PriceClimb {
     constexpr std::int64_t kLittle = kPriceScale / 256;
     Point slopes;
     const auto worth = [&](const WindowPrices& prices, std::size_t w) {
-      Int128 sum = Int128{prices.kernels} * use.kernels_ns[w];
+      const PricesBesideWaits beside = windowed_.PricesBeside(prices, w);
+      Int128 sum = Int128{prices.kernels} * use.kernels_ns[w] + Int128{beside.copies} * use.copies_ns[w] +
+                   Int128{beside.waits} * windowed_.waits_ns()[w];
       for (std::size_t l = 0; l < use.links_ns[w].size(); ++l)
         sum += Int128{prices.links[l]} * use.links_ns[w][l];
       return sum;

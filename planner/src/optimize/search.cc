@@ -138,6 +138,7 @@ void Search::TryTrades(const Choice& best) {
   std::vector<std::int32_t Choice::*> counts = {&Choice::kept};
   if (job_.microbatches > 1)
     counts = {&Choice::kept, &Choice::post_forward_units, &Choice::outer_reduced_last, &Choice::accumulated};
+  if (!job_.other_meshes.empty()) counts.push_back(&Choice::kept_apart);
   const Choice from = Effective(job_, best);
   const auto units = static_cast<std::int32_t>(from.units.size());
   const std::vector<Choice> others = OtherRoom(job_, from);
@@ -145,7 +146,7 @@ void Search::TryTrades(const Choice& best) {
     std::vector<Choice> given = others;
     for (const auto give : counts) {
       const std::int32_t count = std::min(from.*give, units);
-      if (give == take || count == 0) continue;
+      if (give == take || count <= 0) continue;
       for (const std::int32_t less : {count, count - count / 2, 1}) {
         Choice next = from;
         next.*give = count - less;
@@ -158,7 +159,7 @@ void Search::TryTrades(const Choice& best) {
 
 // One class of decisions after the other, until none of them has anything better.
 void Search::Climb() {
-  while (best_ && !evaluator_.Ended()) {
+  while (best_ && !best_->choice.as_given && !evaluator_.Ended()) {
     ClimbByMoves();
     const Choice from = best_->choice;
     if (fits_) TryTrades(from);
@@ -418,10 +419,11 @@ std::optional<Found> Search::Run(const std::set<Choice>& refused) {
   Consider(RecomputingOf(grid));
   if (!fits_) Consider(Frugal(job_, options_));
   TryWaiting();
-  std::set<Choice> tried;
+  std::set<Choice> tried = {{.as_given = true}};  // nothing is next to it
   for (int climb = 0; climb < kClimbs && best_ && !evaluator_.Ended(); ++climb) {
     if (climb > 0 && evaluator_.evaluations() >= kEnough) break;
-    const std::optional<Found> begin = climb == 0 ? best_ : Next(tried);
+    const bool goes_on = climb == 0 && !best_->choice.as_given;
+    const std::optional<Found> begin = goes_on ? best_ : Next(tried);
     if (!begin) break;
     const std::optional<Found> before = best_;
     const bool before_fits = fits_;

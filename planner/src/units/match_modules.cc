@@ -37,9 +37,10 @@ Result<std::vector<std::string>> MatchModules(const Trace& trace, std::string_vi
   return matches;
 }
 
-std::vector<UnitRule> DefaultUnits(const Trace& trace) {
-  // Blocks are the elements of ModuleLists (not nested in another block) that repeat: what people wrap by
-  // hand.
+namespace {
+
+// The elements of containers of this class, not nested in another such element, that repeat.
+UnitRule BlocksIn(const Trace& trace, std::string_view container) {
   std::map<std::string, std::size_t> index;
   for (std::size_t m = 0; m < trace.modules.size(); ++m) index.emplace(trace.modules[m].fqn, m);
   UnitRule blocks;
@@ -51,10 +52,20 @@ std::vector<UnitRule> DefaultUnits(const Trace& trace) {
     const auto parent = index.find(dot == std::string::npos ? "" : module.fqn.substr(0, dot));
     if (parent == index.end()) continue;
     const Module& list = trace.modules[parent->second];
-    if (list.class_name != "ModuleList" || list.children.size() < 2 || IsContainer(module)) continue;
+    if (list.class_name != container || list.children.size() < 2 || IsContainer(module)) continue;
     blocks.modules.push_back(module.fqn);
     inside = module.fqn;
   }
+  return blocks;
+}
+
+}  // namespace
+
+// Blocks are what people wrap by hand: the elements of ModuleLists; in a model without any, of ModuleDicts
+// (torchtitan's layers).
+std::vector<UnitRule> DefaultUnits(const Trace& trace) {
+  UnitRule blocks = BlocksIn(trace, "ModuleList");
+  if (blocks.modules.empty()) blocks = BlocksIn(trace, "ModuleDict");
   std::vector<UnitRule> rules;
   if (!blocks.modules.empty()) rules.push_back(std::move(blocks));
   rules.push_back(UnitRule{.modules = {""}});

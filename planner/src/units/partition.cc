@@ -183,7 +183,10 @@ class Partitioner {
       const auto mesh = std::ranges::find_if(own->parameter_meshes, [&](const ParameterMeshRule& r) {
         return MatchesAny(r.parameters, parameter.fqn, parameter.shared_with);
       });
-      if (mesh != own->parameter_meshes.end()) on_mesh.data_parallel = mesh->data_parallel;
+      if (mesh != own->parameter_meshes.end()) {
+        on_mesh.data_parallel = mesh->data_parallel;
+        if (mesh->reshard_after_forward) on_mesh.reshard_after_forward = mesh->reshard_after_forward;
+      }
       auto group = std::ranges::find(groups, std::optional(on_mesh), &Group::rule);
       if (group == groups.end()) group = groups.insert(groups.end(), {on_mesh, {}});
       group->parameters.push_back(named);

@@ -42,6 +42,14 @@ inline constexpr auto kFields<Certificate> = FieldList(
              "Plans that move activations to host memory are among them; the bound gives them the time."),
     Required("recomputation", &Certificate::recomputation,
              "Plans that run parts of the forward again are among them."),
+    Optional("shared_pools", &Certificate::shared_pools,
+             "Plans whose gathers share a pool with other memory are among them."),
+    Optional(
+        "meshes", &Certificate::meshes,
+        "Ranks that parameters are cut over, by mesh. Each parameter is kept or gathered again whatever the "
+        "others of its unit are."),
+    Optional("model_wait_ns", &Certificate::model_wait_ns,
+             "What the compute stream of each plan waits for collectives of the model at once, alone."),
     Required("layouts", &Certificate::layouts, "Layouts of units that the plans may have."),
     Required("budget_bytes", &Certificate::budget_bytes, "What the allocator may reserve."),
     Required("peak_pooled_bytes", &Certificate::peak_pooled_bytes, "Of the plan."),

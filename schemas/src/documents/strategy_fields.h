@@ -57,7 +57,9 @@ template <>
 inline constexpr auto kFields<ParameterMeshRule> =
     FieldList(Required("parameters", &ParameterMeshRule::parameters,
                        "FQNs, or patterns over FQNs with '*' (within a component) and '?'."),
-              Required("data_parallel", &ParameterMeshRule::data_parallel, "Their mesh."));
+              Required("data_parallel", &ParameterMeshRule::data_parallel, "Their mesh."),
+              Optional("reshard_after_forward", &ParameterMeshRule::reshard_after_forward,
+                       "Of these parameters alone; without it as the unit's. PyTorch has no call for it."));
 
 template <>
 inline constexpr Definition kDefinition<UnitRule> = {

@@ -28,9 +28,8 @@ std::vector<std::vector<ActivationTouch>> ActivationsTouched(const Plan& plan) {
         for (const StorageId storage : op->writes) touch(storage);
       } else if (const auto* born = std::get_if<AllocateEvent>(&entry)) {
         if (ActivationTouch* made = touch(born->storage)) made->made.push_back(born->storage);
-      } else {
-        const StorageId storage = std::get<FreeEvent>(entry).storage;
-        if (ActivationTouch* freed = touch(storage)) freed->freed.push_back(storage);
+      } else if (const auto* free = std::get_if<FreeEvent>(&entry)) {
+        if (ActivationTouch* freed = touch(free->storage)) freed->freed.push_back(free->storage);
       }
     }
   }

@@ -32,8 +32,16 @@ bool SameGroup(const Plan& plan, CommunicatorId a, CommunicatorId b) {
   return SameRanks(plan.communicators[a], plan.communicators[b]);
 }
 
+// The dimensions of the mesh that a parameter of the model lies on: experts, tensor parallelism.
+std::vector<std::string> LiesOn(const UnitParameter& parameter) {
+  std::vector<std::string> dims;
+  for (const ParameterPlacement& placement : parameter.placements) dims.push_back(placement.mesh_dim);
+  return dims;
+}
+
 Status CheckUnitsAlike(const Plan& plan) {
   const Unit* first = nullptr;
+  std::map<std::vector<std::string>, const Unit*> first_on;  // by dimensions that parameters lie on
   for (const Unit& unit : plan.units) {
     if (unit.parameters.empty()) continue;
     if (first == nullptr) first = &unit;
@@ -43,17 +51,20 @@ Status CheckUnitsAlike(const Plan& plan) {
     }
     const bool scattered_alike = unit.reduce_scatter_communicator < 0 ||
                                  SameGroup(plan, unit.reduce_scatter_communicator, unit.shard_communicator);
-    if (!SameGroup(plan, unit.shard_communicator, first->shard_communicator) || !scattered_alike ||
-        !SameGroup(plan, unit.replicate_communicator, first->replicate_communicator)) {
-      return NotOfClass("its units are cut over different ranks");
-    }
-    const std::int64_t ranks =
-        ShardCount(plan, unit) *
-        (unit.replicate_communicator < 0 ? 1 : plan.communicators[unit.replicate_communicator].size);
-    if (ranks != plan.world_size) return NotOfClass("parameters are not cut over all ranks of the mesh");
+    if (!scattered_alike) return NotOfClass("a unit is gathered over other ranks than it is reduced over");
     if (unit.hook_communicator >= 0) return NotOfClass("a hook reduces gradients");
     for (const UnitParameter& parameter : unit.parameters) {
-      if (!parameter.placements.empty() || !parameter.gathered.empty() || parameter.param_dtype)
+      const Unit& alike = *first_on.try_emplace(LiesOn(parameter), &unit).first->second;
+      if (!SameGroup(plan, unit.shard_communicator, alike.shard_communicator) ||
+          !SameGroup(plan, unit.replicate_communicator, alike.replicate_communicator)) {
+        return NotOfClass("its units are cut over different ranks");
+      }
+      const std::int64_t ranks =
+          ShardCount(plan, unit) *
+          (unit.replicate_communicator < 0 ? 1 : plan.communicators[unit.replicate_communicator].size);
+      if (ranks != plan.world_size && parameter.placements.empty() && !plan.strategy.data_parallel)
+        return NotOfClass("parameters are not cut over all ranks of the mesh");
+      if (!parameter.gathered.empty() || parameter.param_dtype)
         return NotOfClass("a parameter has a layout or dtype of its own");
       if (unit.post_forward_communicator >= 0 && parameter.shard_dim != 0)
         return NotOfClass("a parameter that is not cut by rows is kept on part of the ranks");
@@ -96,6 +107,9 @@ Status CheckStep(const Plan& plan) {
       if (i.kind == InstructionKind::kOptimizerStep &&
           (++optimizer_steps > 1 || i.unit >= 0 || i.stream != 0))
         return NotOfClass("the optimizer does not step all units at once, on the compute stream");
+      const bool copies = i.kind == InstructionKind::kCopyOut || i.kind == InstructionKind::kGradCopyIn;
+      if (copies && i.stream != 0 && i.unit >= 0 && plan.units[i.unit].layout == LayoutKind::kPerParameter)
+        return NotOfClass("units of their own layout copy beside the model");
       if (i.kind != InstructionKind::kAllGather) continue;
       const Buffer& gathered = plan.buffers[i.dst];
       if (gathered.unit >= 0 && plan.units[gathered.unit].layout == LayoutKind::kPerParameter &&
@@ -301,6 +315,8 @@ Status CheckBound(const StepWork& work, const Certificate& certificate) {
 
 }  // namespace
 
+bool SharesPools(const Plan& plan) { return !CheckPools(plan); }
+
 bool OffloadsActivations(const Plan& plan) {
   return std::ranges::any_of(plan.buffers, [](const Buffer& b) { return b.role == BufferRole::kActivation; });
 }
@@ -313,7 +329,6 @@ Status CheckPlanClass(const Plan& plan) {
   if (Status step = CheckStep(plan); !step) return step;
   if (Status activations = CheckActivations(plan); !activations) return activations;
   if (Status waiting = CheckWaitingGradients(plan); !waiting) return waiting;
-  if (Status pools = CheckPools(plan); !pools) return pools;
   if (Status end = CheckEnd(plan); !end) return end;
   for (const Remark& remark : Remarks(plan)) {
     if (remark.kind != RemarkKind::kGatherForNothing) return NotOfClass(remark.message);
@@ -334,15 +349,23 @@ Status CheckCertificate(const Trace& trace, const Plan& plan, const Certificate&
   if (OffloadsActivations(plan) && !certificate.activation_offload)
     return MakeError(ErrorCode::kNegative,
                      "the plan offloads activations, and the certificate is about plans that do not");
+  if (!certificate.shared_pools) {
+    if (Status pools = CheckPools(plan); !pools) return pools;
+  }
   const auto in_layouts = [&](const Unit& unit) {
     return unit.parameters.empty() || std::ranges::count(certificate.layouts, unit.layout) > 0;
   };
   if (!std::ranges::all_of(plan.units, in_layouts))
     return MakeError(ErrorCode::kNegative, "the plan has a layout that the certificate is not about");
   if (Status figures = CheckFigures(plan, certificate); !figures) return figures;
-  const Result<StepWork> work =
-      StepWork::Make(trace, plan, certificate.recomputation, certificate.activation_offload);
+  const Result<StepWork> work = StepWork::Make(trace, plan, certificate.recomputation,
+                                               certificate.activation_offload, certificate.shared_pools);
   if (!work) return std::unexpected(work.error());
+  if (work->Meshes() != certificate.meshes)
+    return MakeError(ErrorCode::kNegative, "the certificate is wrong: parameters are cut over other ranks");
+  if (work->ModelWait() != certificate.model_wait_ns)
+    return Differs("what plans wait for the model's collectives", certificate.model_wait_ns.value,
+                   work->ModelWait().value);
   return CheckBound(*work, certificate);
 }
 

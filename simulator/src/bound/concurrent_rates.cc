@@ -18,6 +18,19 @@ std::vector<ConcurrentRates> ConcurrentRatesOf(const Cluster& cluster) {
            std::vector<std::int64_t>(links, cluster.communication_rate_while_computing_ppm)}};
 }
 
+// With w the price of a wait, b those of the links, a' that of other kernels:
+//   w + sum(b) <= 1,   rate of kernels x a' + rate of collectives x (w + sum(b)) <= 1,   a' <= a
+PricesBesideWaits HighestBesideWaits(const Cluster& cluster, const WindowPrices& prices) {
+  __extension__ using Int128 = __int128;
+  PricesBesideWaits beside{.copies = prices.kernels, .waits = kPriceScale};
+  for (const std::int64_t link : prices.links) beside.waits -= std::min(link, beside.waits);
+  const std::int64_t kernels_ppm = cluster.compute_rate_while_communicating_ppm;
+  if (kernels_ppm == 0) return beside;
+  const Int128 left = Int128{kPriceScale} * (1'000'000 - cluster.communication_rate_while_computing_ppm);
+  beside.copies = static_cast<std::int64_t>(std::min<Int128>(beside.copies, left / kernels_ppm));
+  return beside;
+}
+
 }  // namespace internal
 
 WindowPrices HighestPrices(const Cluster& cluster, std::int64_t kernels,

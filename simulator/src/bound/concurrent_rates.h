@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "shardplan/schemas/cluster.h"
+#include "shardplan/simulator/lower_bound.h"
 
 namespace shardplan::internal {
 
@@ -19,5 +20,10 @@ struct ConcurrentRates {
 
 // Every set of classes that can be active at a time, or one that does as much of everything.
 std::vector<ConcurrentRates> ConcurrentRatesOf(const Cluster& cluster);
+
+// The highest prices, beside allowed ones of the links, while the compute stream waits for a collective of
+// the model: it and the links are active, or these and kernels of other streams. A price of a wait takes what
+// the links leave.
+PricesBesideWaits HighestBesideWaits(const Cluster& cluster, const WindowPrices& prices);
 
 }  // namespace shardplan::internal

@@ -28,7 +28,15 @@ struct StepWork::Parts {
     std::int64_t inner_ranks = 1;
     Line inner, outer;  // of bytes that go into each
   };
+  // The ranks that parameters are cut over.
+  struct Mesh {
+    std::int64_t shards = 1;
+    Line gather, reduce, all_reduce;
+    std::vector<SubMesh> sub_meshes;
+    std::vector<TwoLevels> two_levels;
+  };
   struct Parameter {
+    std::size_t mesh = 0;
     std::int64_t numel = 0;
     std::int64_t padded_numel = 0;    // of all pieces, where rows are cut
     std::int64_t stored = 0;          // bytes of an element of the shard
@@ -43,15 +51,23 @@ struct StepWork::Parts {
       return std::min(numel / shards * std::min(stored, reduced), numel * std::min(gathered, reduced));
     }
   };
+  // A kernel of collectives of the model.
+  struct ModelCollective {
+    std::int64_t op = 0;      // it is behind the operator before this one
+    std::int64_t until = -1;  // ... and before this one starts; -1: the compute stream waits for it at once
+    std::int64_t duration_ns = 0;
+    LinkLoads loads;
+  };
   struct Storage {
     std::int64_t size_bytes = 0;
     std::int64_t first = -1, last = -1;  // operators that use it
   };
+  const Mesh& MeshOf(const Parameter& parameter) const { return meshes[parameter.mesh]; }
   // A rank's part of all gradients when the optimizer steps.
   std::int64_t GradientShards() const {
     std::int64_t bytes = 0;
     for (const Parameter& p : parameters) {
-      if (!p.grads.empty()) bytes += p.numel / shards * std::min(p.stored, p.reduced);
+      if (!p.grads.empty()) bytes += p.numel / MeshOf(p).shards * std::min(p.stored, p.reduced);
     }
     return bytes;
   }
@@ -71,10 +87,9 @@ struct StepWork::Parts {
   std::vector<std::int64_t>
       used_later_bytes;  // by operator: what it uses of earlier passes, and no stretch says
   std::vector<std::int64_t> peak_operators;  // StepWork::PeakOperators
-  std::int64_t shards = 1;
-  Line gather, reduce, all_reduce;
-  std::vector<SubMesh> sub_meshes;
-  std::vector<TwoLevels> two_levels;
+  std::vector<Mesh> meshes;
+  bool pools_apart = true;  // gathers and reductions have pools of their own in the layout per_parameter
+  std::vector<ModelCollective> model_collectives;
   std::int64_t copy_slope = 0;
   Bytes static_bytes;
   Bytes least_memory;

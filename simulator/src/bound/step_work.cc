@@ -9,6 +9,7 @@
 #include "bound/step_parts.h"
 #include "cost/operator_costs.h"
 #include "cost/optimizer_cost.h"
+#include "shardplan/schemas/collective_kinds.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/program.h"
@@ -20,23 +21,19 @@ using internal::Int128;
 
 class StepWorkBuilder {
  public:
-  StepWorkBuilder(const Trace& trace, const Plan& job, bool recomputation, bool activation_offload)
+  StepWorkBuilder(const Trace& trace, const Plan& job, bool recomputation, bool activation_offload,
+                  bool shared_pools)
       : trace_(trace),
         job_(job),
         leaves_(recomputation || activation_offload),
         keeps_(!activation_offload),
         costs_(MakeCostModel(job.cluster)) {
     work_.cluster = job.cluster;
+    work_.pools_apart = !shared_pools;
   }
 
   Result<StepWork> Run() {
-    std::size_t in_units = 0;
-    for (const Unit& unit : job_.units) in_units += unit.parameters.size();
-    if (in_units != trace_.parameters.size()) {
-      return MakeError(ErrorCode::kNegative,
-                       "the plan is not of the class: a parameter is in several units, or in none");
-    }
-    AddParameters();
+    if (Status added = AddParameters(); !added) return std::unexpected(added.error());
     if (Status walked = WalkProgram(); !walked) return std::unexpected(walked.error());
     SetStretches();
     SetLines();
@@ -50,25 +47,56 @@ class StepWorkBuilder {
 
   std::int64_t operators() const { return std::ssize(work_.durations_ns); }
 
-  const Unit* AnyUnit() const {
-    const auto found = std::ranges::find_if(job_.units, [](const Unit& u) { return !u.parameters.empty(); });
-    return found == job_.units.end() ? nullptr : &*found;
+  // The units that parameters are in, by their indices in the trace.
+  Result<std::vector<const Unit*>> UnitsOfParameters() const {
+    std::vector<const Unit*> units(trace_.parameters.size(), nullptr);
+    std::size_t in_units = 0;
+    for (const Unit& unit : job_.units) {
+      in_units += unit.parameters.size();
+      for (const UnitParameter& parameter : unit.parameters) {
+        if (std::cmp_less(parameter.index, units.size())) units[parameter.index] = &unit;
+      }
+    }
+    if (in_units != units.size() || std::ranges::count(units, nullptr) > 0) {
+      return MakeError(ErrorCode::kNegative,
+                       "the plan is not of the class: a parameter is in several units, or in none");
+    }
+    return units;
   }
 
-  void AddParameters() {
-    const Unit* unit = AnyUnit();
-    if (unit != nullptr) work_.shards = ShardCount(job_, *unit);
-    for (const shardplan::Parameter& parameter : trace_.parameters) {
+  // The mesh of the unit's parameters, added if no unit before has it.
+  std::size_t MeshOf(const Unit& unit) {
+    const auto same = [&](CommunicatorId a, CommunicatorId b) {
+      return a == b || (a >= 0 && b >= 0 && SameRanks(job_.communicators[a], job_.communicators[b]));
+    };
+    const auto known = std::ranges::find_if(unit_of_mesh_, [&](const Unit* other) {
+      return same(unit.shard_communicator, other->shard_communicator) &&
+             same(unit.replicate_communicator, other->replicate_communicator);
+    });
+    if (known != unit_of_mesh_.end()) return static_cast<std::size_t>(known - unit_of_mesh_.begin());
+    unit_of_mesh_.push_back(&unit);
+    work_.meshes.push_back({.shards = ShardCount(job_, unit)});
+    return work_.meshes.size() - 1;
+  }
+
+  Status AddParameters() {
+    const Result<std::vector<const Unit*>> units = UnitsOfParameters();
+    if (!units) return std::unexpected(units.error());
+    for (std::size_t p = 0; p < units->size(); ++p) {
+      const Unit& unit = *(*units)[p];
+      const shardplan::Parameter& parameter = trace_.parameters[p];
       const UnitParameter cut_by_rows{.shape = parameter.shape};
-      const std::int64_t numel = Numel(cut_by_rows);
       StepWork::Parts::Parameter& added = work_.parameters.emplace_back();
-      if (unit == nullptr || work_.shards <= 1) continue;
-      added = {.numel = numel,
-               .padded_numel = PaddedPieceNumel(cut_by_rows, work_.shards) * work_.shards,
-               .stored = SizeBytes(parameter.dtype),
-               .gathered = SizeBytes(unit->param_dtype),
-               .reduced = SizeBytes(unit->reduce_dtype)};
+      added.mesh = MeshOf(unit);
+      const std::int64_t shards = work_.meshes[added.mesh].shards;
+      if (shards <= 1) continue;
+      added.numel = Numel(cut_by_rows);
+      added.padded_numel = PaddedPieceNumel(cut_by_rows, shards) * shards;
+      added.stored = SizeBytes(parameter.dtype);
+      added.gathered = SizeBytes(unit.param_dtype);
+      added.reduced = SizeBytes(unit.reduce_dtype);
     }
+    return {};
   }
 
   // The step that repeats: its passes in order, and then the optimizer.
@@ -96,6 +124,8 @@ class StepWorkBuilder {
     work_.pass_begins.push_back(operators());
     first_storages_.push_back(work_.storages.size());
     own_.clear();
+    under_way_.clear();
+    const std::map<const OperatorEvent*, Transfers> transfers = TransfersOf(pass);
     for (const TraceEvent& event : pass.events) {
       if (const auto* allocate = std::get_if<AllocateEvent>(&event)) {
         own_.insert(allocate->storage);
@@ -105,10 +135,94 @@ class StepWorkBuilder {
         work_.storages.push_back({.size_bytes = allocate->size_bytes.value});
       } else if (const auto* op = std::get_if<OperatorEvent>(&event)) {
         AddOperator(*op);
+        if (const auto group = transfers.find(op); group != transfers.end()) {
+          AddCollective(*op, group->second);
+        } else if (op->collective && !IsGrouped(*op)) {
+          AddCollective(*op, {op->collective->size_bytes, Bytes{}, {op->collective->work}});
+        }
+      } else if (const auto* wait = std::get_if<CollectiveWaitEvent>(&event)) {
+        Await(wait->work);
       } else if (const auto* grad = std::get_if<ParameterGradEvent>(&event)) {
         if (operators() > 0) Mark(work_.parameters[grad->parameter].grads, operators() - 1);
       }
     }
+  }
+
+  // Transfers that are issued as one group: a kernel, both directions at once.
+  struct Transfers {
+    Bytes sent, received;
+    std::vector<std::int32_t> works;  // ModelCollective::work of each
+  };
+
+  static bool IsGrouped(const OperatorEvent& op) {
+    return op.collective->batch >= 0 &&
+           DescriptionOf(op.collective->kind).movement == CollectiveMovement::kTransfer;
+  }
+
+  // By the first of each group. Units' hooks may cut a group that other events interrupt into several
+  // kernels: these are left out.
+  static std::map<const OperatorEvent*, Transfers> TransfersOf(const Pass& pass) {
+    std::map<std::int32_t, const OperatorEvent*> first;  // by number
+    std::set<std::int32_t> interrupted;
+    std::map<const OperatorEvent*, Transfers> groups;
+    std::int32_t running = -1;
+    for (const TraceEvent& event : pass.events) {
+      const auto* op = std::get_if<OperatorEvent>(&event);
+      if (op == nullptr || !op->collective || !IsGrouped(*op)) {
+        const bool only_memory = std::holds_alternative<AllocateEvent>(event) ||
+                                 std::holds_alternative<FreeEvent>(event) ||
+                                 std::holds_alternative<ReleaseEvent>(event);
+        if (!only_memory) running = -1;
+        continue;
+      }
+      const ModelCollective& moved = *op->collective;
+      const auto [group, is_new] = first.try_emplace(moved.batch, op);
+      if (!is_new && running != moved.batch) interrupted.insert(moved.batch);
+      running = moved.batch;
+      Transfers& all = groups[group->second];
+      (moved.kind == CollectiveKind::kSend ? all.sent : all.received) += moved.size_bytes;
+      all.works.push_back(moved.work);
+    }
+    for (const std::int32_t batch : interrupted) groups.erase(first.at(batch));
+    return groups;
+  }
+
+  // A kernel of the model's collectives, which is the operator that was added last. One that is not waited
+  // for in its pass may run beside the optimizer, and is left out.
+  void AddCollective(const OperatorEvent& op, const Transfers& moved) {
+    ++collective_kernels_;
+    const Result<CollectiveCost> cost =
+        CollectiveCostOf(*op.collective, std::max(moved.sent, moved.received));
+    if (!cost) return;
+    StepWork::Parts::ModelCollective added{
+        .op = operators() - 1, .duration_ns = cost->duration_ns.value, .loads = cost->loads};
+    if (op.duration_ns.value >= 0) added.duration_ns = op.duration_ns.value;
+    if (std::ranges::min(moved.works) < 0) {
+      work_.model_collectives.push_back(added);
+      return;
+    }
+    for (const std::int32_t work : moved.works) under_way_[work] = added;
+  }
+
+  void Await(std::int32_t work) {
+    const auto waited = under_way_.find(work);
+    if (waited == under_way_.end()) return;
+    StepWork::Parts::ModelCollective collective = waited->second;
+    collective.until = operators();
+    std::erase_if(under_way_, [&](const auto& other) { return other.second.op == collective.op; });
+    work_.model_collectives.push_back(collective);
+  }
+
+  Result<CollectiveCost> CollectiveCostOf(const ModelCollective& collective, Bytes size) const {
+    const Communicator& group = trace_.communicators[collective.communicator];
+    if (RanksSpanned(group) > kMaxRanks)
+      return MakeInputError("/communicators", "too many ranks", group.name);
+    const std::vector<GroupPlacement> placements = PlaceGroups(job_.cluster, group, job_.world_size);
+    return costs_->Collective({.kind = collective.kind,
+                               .ranks = group.size,
+                               .placements = placements,
+                               .full_tensor_bytes = size,
+                               .busiest_ppm = collective.busiest_ppm});
   }
 
   static void Mark(std::vector<std::int64_t>& positions, std::int64_t position) {
@@ -117,9 +231,10 @@ class StepWorkBuilder {
 
   void AddOperator(const OperatorEvent& op) {
     const std::int64_t index = operators();
-    // A collective of the model is no work of the compute stream. The bound leaves it out.
+    // A collective of the model is no work of the compute stream: see AddCollective.
     const std::int64_t op_ns = op.collective ? 0 : costs_->Operator(op).value;
     work_.durations_ns.push_back(op_ns);
+    if (op.collective) ++collectives_;
     for (const ParameterId parameter : op.parameters) Mark(work_.parameters[parameter].reads, index);
     std::set<StorageId> used(op.reads.begin(), op.reads.end());
     used.insert(op.writes.begin(), op.writes.end());
@@ -187,13 +302,19 @@ class StepWorkBuilder {
 
   void SetLines() {
     work_.copy_slope = internal::CopySlope(*costs_);
-    const Unit* unit = AnyUnit();
-    if (unit == nullptr || work_.shards <= 1) return;
+    for (std::size_t m = 0; m < work_.meshes.size(); ++m) SetLines(m);
+  }
+
+  void SetLines(std::size_t index) {
+    StepWork::Parts::Mesh& mesh = work_.meshes[index];
+    const Unit& unit = *unit_of_mesh_[index];
+    if (mesh.shards <= 1) return;
     struct Moved {
       Int128 bytes = 0, padded_bytes = 0;
     };
     Moved gathered, reduced;
     for (const StepWork::Parts::Parameter& p : work_.parameters) {
+      if (p.mesh != index) continue;
       gathered.bytes += Int128{p.numel} * p.gathered;
       gathered.padded_bytes += Int128{p.padded_numel} * p.gathered;
       reduced.bytes += Int128{p.numel} * p.reduced;
@@ -207,21 +328,21 @@ class StepWorkBuilder {
       return internal::CollectiveSizes{.usual_bytes = twice(moved.bytes),
                                        .most_bytes = twice(std::max(moved.bytes, moved.padded_bytes))};
     };
-    const Communicator& shard = job_.communicators[unit->shard_communicator];
-    work_.gather = LineOf(CollectiveKind::kAllGather, shard, sizes(gathered));
-    work_.reduce = LineOf(CollectiveKind::kReduceScatter, shard, sizes(reduced));
-    if (unit->replicate_communicator >= 0) {
-      work_.all_reduce = LineOf(CollectiveKind::kAllReduce, job_.communicators[unit->replicate_communicator],
-                                sizes(reduced));
+    const Communicator& shard = job_.communicators[unit.shard_communicator];
+    mesh.gather = LineOf(CollectiveKind::kAllGather, shard, sizes(gathered));
+    mesh.reduce = LineOf(CollectiveKind::kReduceScatter, shard, sizes(reduced));
+    if (unit.replicate_communicator >= 0) {
+      mesh.all_reduce =
+          LineOf(CollectiveKind::kAllReduce, job_.communicators[unit.replicate_communicator], sizes(reduced));
     }
     if (!shard.dims.empty()) return;
     for (std::int64_t ranks = 2; ranks < shard.size; ++ranks) {
       if (shard.size % ranks != 0) continue;
       const Communicator part{.name = "part", .size = ranks, .stride = shard.stride};
-      work_.sub_meshes.push_back({ranks, LineOf(CollectiveKind::kAllGather, part, sizes(gathered))});
+      mesh.sub_meshes.push_back({ranks, LineOf(CollectiveKind::kAllGather, part, sizes(gathered))});
       const Communicator outer{.name = "outer", .size = shard.size / ranks, .stride = shard.stride * ranks};
-      work_.two_levels.push_back({ranks, LineOf(CollectiveKind::kReduceScatter, part, sizes(reduced)),
-                                  LineOf(CollectiveKind::kReduceScatter, outer, sizes(reduced))});
+      mesh.two_levels.push_back({ranks, LineOf(CollectiveKind::kReduceScatter, part, sizes(reduced)),
+                                 LineOf(CollectiveKind::kReduceScatter, outer, sizes(reduced))});
     }
   }
 
@@ -244,7 +365,7 @@ class StepWorkBuilder {
     std::int64_t shard_bytes = 0, trained_bytes = 0, state_bytes = 0;
     for (std::size_t p = 0; p < work_.parameters.size(); ++p) {
       const StepWork::Parts::Parameter& parameter = work_.parameters[p];
-      const std::int64_t share = parameter.numel / work_.shards;
+      const std::int64_t share = parameter.numel / work_.MeshOf(parameter).shards;
       shard_bytes += share * parameter.stored;
       const std::int64_t stepped = share - kAlignment;
       if (!all_train || stepped <= 0) continue;
@@ -258,7 +379,8 @@ class StepWorkBuilder {
     work_.static_bytes.value = shard_bytes + state_bytes;
     work_.least_memory.value = work_.static_bytes.value + trained_bytes;
     const Host& host = job_.cluster.host;
-    work_.host_ns = internal::IssueOfOperator(host) * operators() + OptimizerIssue(host) * cost.kernels +
+    work_.host_ns = internal::IssueOfOperator(host) * (operators() - collectives_) +
+                    host.collective_issue_ns * collective_kernels_ + OptimizerIssue(host) * cost.kernels +
                     work_.optimizer_ns;
   }
 
@@ -275,7 +397,7 @@ class StepWorkBuilder {
     for (const StepWork::Parts::Parameter& parameter : work_.parameters) {
       for (const std::int64_t read : parameter.reads) needed[read] += parameter.numel * parameter.gathered;
       if (parameter.grads.empty()) continue;
-      const std::int64_t waiting_bytes = parameter.WaitingBytes(work_.shards);
+      const std::int64_t waiting_bytes = parameter.WaitingBytes(work_.MeshOf(parameter).shards);
       change[parameter.grads.front() + 1] += waiting_bytes;
       for (const std::int64_t made : parameter.grads) {
         needed[made] += parameter.numel * std::min(parameter.gathered, parameter.reduced);
@@ -304,8 +426,11 @@ class StepWorkBuilder {
   const bool keeps_;   // ... but then it is computed again
   const std::unique_ptr<CostModel> costs_;
   StepWork::Parts work_;
-  std::int32_t microbatch_ = 0;  // -1: of several
-  std::set<StorageId> own_;      // storages that the pass allocates
+  std::vector<const Unit*> unit_of_mesh_;                               // one of its units
+  std::map<std::int32_t, StepWork::Parts::ModelCollective> under_way_;  // by ModelCollective::work
+  std::int64_t collectives_ = 0, collective_kernels_ = 0;               // of the model
+  std::int32_t microbatch_ = 0;                                         // -1: of several
+  std::set<StorageId> own_;                                             // storages that the pass allocates
   std::map<StorageKey, std::size_t> index_of_;
   std::vector<std::size_t> first_storages_;  // by pass
   std::vector<std::pair<std::size_t, std::int64_t>>
@@ -323,6 +448,20 @@ std::vector<std::int64_t> StepWork::PeakOperators() const { return parts_->peak_
 Bytes StepWork::LeastMemory() const { return parts_->least_memory; }
 Nanoseconds StepWork::HostBound() const { return parts_->host_ns; }
 
+std::vector<std::int64_t> StepWork::Meshes() const {
+  std::vector<std::int64_t> ranks;
+  for (const Parts::Mesh& mesh : parts_->meshes) ranks.push_back(mesh.shards);
+  return ranks;
+}
+
+Nanoseconds StepWork::ModelWait() const {
+  Nanoseconds waits;
+  for (const Parts::ModelCollective& collective : parts_->model_collectives) {
+    if (collective.until < 0) waits.value += collective.duration_ns;
+  }
+  return waits;
+}
+
 std::int64_t StepWork::PassBehind(std::int64_t op) const { return parts_->PassBehind(op); }
 
 std::map<std::int64_t, std::int64_t> StepWork::Deadlines() const {
@@ -335,8 +474,8 @@ std::map<std::int64_t, std::int64_t> StepWork::Deadlines() const {
 }
 
 Result<StepWork> StepWork::Make(const Trace& trace, const Plan& job, bool recomputation,
-                                bool activation_offload) {
-  return StepWorkBuilder(trace, job, recomputation, activation_offload).Run();
+                                bool activation_offload, bool shared_pools) {
+  return StepWorkBuilder(trace, job, recomputation, activation_offload, shared_pools).Run();
 }
 
 }  // namespace shardplan

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `optimize`: trace + cluster + job + budget -> the fastest plan; `certify`: whether a certificate holds.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <atomic>
@@ -151,6 +152,22 @@ std::string VariantsText(const Optimization& r) {
   return text;
 }
 
+// The plans that the bound is about, where the model has meshes or collectives of its own.
+std::string MeshesText(const Certificate& certificate) {
+  std::string text;
+  if (certificate.meshes.size() > 1) {
+    text += fmt::format(
+        "             of all plans with parameters over {} ranks, each of them kept or gathered whatever the "
+        "rest of its unit is\n",
+        fmt::join(certificate.meshes, " and "));
+  }
+  if (certificate.model_wait_ns.value > 0) {
+    text += fmt::format("             each of these plans waits {:.3f} ms for the model's own collectives\n",
+                        static_cast<double>(certificate.model_wait_ns.value) / 1e6);
+  }
+  return text;
+}
+
 std::string Text(const OptimizeOutput& output) {
   const Optimization& r = output.report;
   const auto ms = [](Nanoseconds time) { return static_cast<double>(time.value) / 1e6; };
@@ -159,6 +176,7 @@ std::string Text(const OptimizeOutput& output) {
   if (output.certificate) {
     text += fmt::format("lower bound  {:12.3f} ms   gap {:.2f} %\n", ms(r.lower_bound_ns),
                         static_cast<double>(r.gap_ppm) / 1e4);
+    text += MeshesText(*output.certificate);
   }
   text += fmt::format("memory       {:12.2f} GiB pooled, {:.2f} reserved, {:.2f} allocated; budget {:.2f}\n",
                       gib(r.peak_pooled_bytes), gib(r.peak_reserved_bytes), gib(r.peak_allocated_bytes),
@@ -293,9 +311,10 @@ Status RunCertify(const CertifyArguments& arguments) {
     return checked;
   }
   return PrintText(fmt::format(
-      "holds: a step of {:.3f} ms; no plan of the class {} within {} bytes has one below {:.3f} ms\n",
+      "holds: a step of {:.3f} ms; no plan of the class {} within {} bytes has one below {:.3f} ms\n{}",
       static_cast<double>(certificate->step_ns.value) / 1e6, certificate->plan_class,
-      certificate->budget_bytes.value, static_cast<double>(certificate->lower_bound_ns.value) / 1e6));
+      certificate->budget_bytes.value, static_cast<double>(certificate->lower_bound_ns.value) / 1e6,
+      MeshesText(*certificate)));
 }
 
 }  // namespace

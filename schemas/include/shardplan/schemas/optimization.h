@@ -40,6 +40,11 @@ struct Certificate {
   std::string plan_class;           // which plans it is about (docs/reference/optimize.md)
   bool activation_offload = false;  // plans that move activations to host memory are among them
   bool recomputation = false;       // plans that run parts of the forward again are among them
+  bool shared_pools = false;        // plans that gather into pools of the model's own memory are among them
+  // Ranks that parameters are cut over, by mesh. Each parameter is kept or gathered again whatever the others
+  // of its unit are: so experts may be kept apart from the dense part.
+  std::vector<std::int64_t> meshes;
+  Nanoseconds model_wait_ns;  // what each plan waits for collectives of the model at once
   std::vector<LayoutKind> layouts;
   Bytes budget_bytes;
   Bytes peak_pooled_bytes;

@@ -69,6 +69,8 @@ struct DataParallelDims {
 struct ParameterMeshRule {
   std::vector<std::string> parameters;  // patterns as in UnitRule::modules, without "class:"
   DataParallelDims data_parallel;
+  // Apart from the rest of the unit, which PyTorch has no call for; none: as the unit's.
+  std::optional<ReshardAfterForward> reshard_after_forward;
   bool operator==(const ParameterMeshRule&) const = default;
 };
 

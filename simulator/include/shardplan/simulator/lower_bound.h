@@ -30,6 +30,7 @@
 #include "shardplan/schemas/optimization.h"
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/trace.h"
+#include "shardplan/simulator/cost_model.h"
 
 namespace shardplan {
 
@@ -38,7 +39,7 @@ struct RecomputationChoice;  // bound/recomputation_choices.h
 }
 
 // The name of the plan class (docs/reference/optimize.md).
-inline constexpr std::string_view kPlanClass = "fully_sharded/3";
+inline constexpr std::string_view kPlanClass = "fully_sharded/4";
 
 // No price of a byte is higher (1,024 ns).
 inline constexpr std::int64_t kHighestBytePrice = std::int64_t{1} << 50;
@@ -48,8 +49,18 @@ inline constexpr std::int64_t kHighestBytePrice = std::int64_t{1} << 50;
 WindowPrices HighestPrices(const Cluster& cluster, std::int64_t kernels,
                            const std::vector<std::int64_t>& shares);
 
+// Prices of a window in which the compute stream waits for collectives of the model, beside WindowPrices: of
+// a nanosecond of kernels on other streams, and of one of such a collective. Parts of kPriceScale.
+struct PricesBesideWaits {
+  std::int64_t copies = 0;
+  std::int64_t waits = 0;
+};
+
 // Whether the plan moves activations to host memory.
 bool OffloadsActivations(const Plan& plan);
+
+// Whether gathers, or reductions, share a pool with other memory.
+bool SharesPools(const Plan& plan);
 
 // Whether the plan is of the class. kNegative says what it does otherwise.
 Status CheckPlanClass(const Plan& plan);
@@ -60,9 +71,10 @@ class StepWork {
  public:
   // `job` is of the class. `recomputation`: plans may run parts of the forward again. `activation_offload`:
   // activations may be in host memory between the pass that makes them and a later one, in no time.
+  // `shared_pools`: gathers and reductions may be in pools with other memory.
   // kNegative: not every parameter is in one unit. kBadInput: the trace is not that of the plan.
   static Result<StepWork> Make(const Trace& trace, const Plan& job, bool recomputation,
-                               bool activation_offload = false);
+                               bool activation_offload = false, bool shared_pools = false);
 
   std::int64_t operators() const;
   const std::vector<std::int64_t>& durations_ns() const;
@@ -76,6 +88,10 @@ class StepWork {
   // bytes of these parameters.
   std::map<std::int64_t, std::int64_t> Deadlines() const;
   const Cluster& cluster() const;
+  // Ranks that parameters are cut over, by mesh.
+  std::vector<std::int64_t> Meshes() const;
+  // Lower bound: time for which every plan waits at once for collectives of the model.
+  Nanoseconds ModelWait() const;
   // No plan of the class needs less.
   Bytes LeastMemory() const;
   // The host alone takes that long.
@@ -94,6 +110,7 @@ class StepWork {
 // The subgradient of the bound: the work that the cheapest plan of the relaxation has in each window.
 struct WindowUse {
   std::vector<std::int64_t> kernels_ns;             // by window
+  std::vector<std::int64_t> copies_ns;              // ... of kernels that may be on other streams
   std::vector<std::vector<std::int64_t>> links_ns;  // by window and link
   std::vector<std::int64_t> bytes;                  // by cut: over the room that there is
 };
@@ -107,6 +124,10 @@ class WindowedWork {
   const std::vector<std::int64_t>& cuts() const { return cuts_; }
   // How many links do anything at all.
   std::size_t links() const;
+  // Prices of waits and copies that follow from those of window `window`.
+  PricesBesideWaits PricesBeside(const WindowPrices& prices, std::size_t window) const;
+  // By window: collectives of the model that the compute stream waits for at once.
+  const std::vector<std::int64_t>& waits_ns() const { return waits_ns_; }
   // About the price of a byte at which gathering it again is as dear as keeping it.
   std::int64_t BytePriceOfGather() const;
   // The lower bound that the prices prove, 0 at least. kNegative: infeasible prices.
@@ -142,14 +163,20 @@ class WindowedWork {
 
   const StepWork::Parts& work_;
   std::vector<std::int64_t> cuts_;
-  std::vector<std::int64_t> kernels_ns_;                // by window
-  std::vector<std::int64_t> room_bytes_;                // by cut: the budget less what is there in any case
-  std::map<std::int64_t, std::int64_t> first_gathers_;  // by last window: bytes
+  std::vector<std::int64_t> kernels_ns_;  // by window
+  std::vector<std::int64_t> waits_ns_;    // ... of collectives of the model that are waited for at once
+  std::vector<std::int64_t> room_bytes_;  // by cut: the budget less what is there in any case
+  // A collective of the model, alike in its windows [from, to] and its links: nanoseconds alone.
+  struct MovedInWindows {
+    std::int64_t from = 0, to = 0;
+    LinkLoads loads;
+    auto operator<=>(const MovedInWindows&) const = default;
+  };
+  std::map<MovedInWindows, std::int64_t> moved_;
   // Parameters that are gathered in a gap. Bytes kept on part of the ranks are a part of the padded bytes.
   struct Gathered {
     std::int64_t bytes = 0, padded_bytes = 0;
   };
-  std::map<Gap, Gathered> gaps_;
   struct Reduced {
     std::int64_t numel = 0;
     std::int64_t gradient_bytes = 0;
@@ -157,18 +184,28 @@ class WindowedWork {
     std::int64_t kept_bytes = 0;       // ... in later ones
     std::int64_t reduced_bytes = 0;
   };
-  std::map<Reduction, Reduced> reductions_;
+  // Parameters that are cut over the same ranks.
+  struct OnMesh {
+    std::map<std::int64_t, std::int64_t> first_gathers;  // by last window: bytes
+    std::int64_t first_gathered = 0;  // all of them, where outputs have a pool of their own
+    std::map<Gap, Gathered> gaps;
+    std::map<Reduction, Reduced> reductions;
+    std::int64_t last_window = -1;  // the last gradient's reduction begins no earlier; -1: none
+    std::int64_t copied_per_shard =
+        0;  // bytes that a kernel moves for each byte of the shard that is gathered
+  };
+  std::vector<OnMesh> on_meshes_;
   struct Stretch {
     const std::vector<internal::RecomputationChoice>* choices = nullptr;
     std::int64_t from = 0, to = 0;  // cuts [from, to)
     std::int64_t last = 0;          // window in which anything of it runs again
   };
   std::vector<Stretch> stretches_;
-  // The outputs of gathers that have a pool of their own; 0: they have none.
-  std::int64_t largest_gathered_ = 0, first_gathered_ = 0;
-  std::int64_t last_window_ = -1;         // the last gradient's reduction begins no earlier; -1: none
+  std::int64_t largest_gathered_ =
+      0;  // of the outputs of gathers that have a pool of their own; 0: none have
   std::int64_t copied_per_gathered_ = 0;  // bytes that a kernel moves for each byte gathered
-  std::int64_t copied_per_shard_ = 0;     // ... for each byte of the shard that is gathered
+  bool copies_in_order_ =
+      false;  // kernels that copy out of gathers and into reductions: on the compute stream
   bool casts_gradients_ = false;
 };
 
