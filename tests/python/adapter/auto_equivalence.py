@@ -17,11 +17,8 @@ from equivalence_settings import CASES as SETTINGS
 
 # Cases that `auto` refuses, saying how they are planned instead.
 REFUSED = {
-    "flattened_but_for_one_unit": "units on several meshes",
-    **{
-        f"grad_dtypes_{name}": "a grad_dtype of None, without operators"
-        for name in ("any", "any_accumulate", "any_of_all", "any_of_all_accumulate")
-    },
+    f"grad_dtypes_{name}": "a grad_dtype of None, without operators"
+    for name in ("any", "any_accumulate", "any_of_all", "any_of_all_accumulate")
 }
 
 
@@ -43,11 +40,10 @@ ON_DEMAND = {
 
 
 def _is_ported(case: Case) -> bool:
-    """Not the cases of another release, of `replicate`, and of parameters on meshes of their own."""
+    """Not the cases of another release and of `replicate`."""
     return (
         "pytorch" not in case.strategy
         and (case.strategy.get("data_parallel") or {"shard": True}).get("shard")
-        and not any("parameter_meshes" in rule for rule in case.strategy["units"])
         and case.name not in REFUSED
     )
 
@@ -68,7 +64,7 @@ SUITE = {
     "two_forwards", "rms_norms_in_float32_accumulate", "scaled_norms", "grad_dtypes_of_norms",
     "grad_dtypes_of_three_kinds_accumulate", "head_in_checkpointed_chunks_accumulate", "checkpoint_outside",
     "forward_without_gradients_between", "checkpoint_unit", "user_unshard_async", "user_reshard",
-    "no_unshard_in_backward", "llama_bf16", "t5_accumulation",
+    "no_unshard_in_backward", "llama_bf16", "t5_accumulation", "flattened_but_for_one_unit",
 }
 CASES = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else [case for case in ALL if case.name in SUITE]
 

@@ -46,7 +46,8 @@ CASES = [
     ("llama3", "", "spmd_types"), ("llama3", "hsdp2", "spmd_types"), ("llama3", "tp2", "partial_dtensor"),
     ("llama3", "tp8", "spmd_types"), ("llama3", "cp2_tp2", "spmd_types"), ("deepseek_v3", "ep4", "spmd_types"),
     ("deepseek_v3", "ep4_tp2", "partial_dtensor"), ("deepseek_v3", "ep4_hsdp2", "spmd_types"),
-    ("deepseek_v3", "ep4_tp2", "spmd_types"), ("qwen3", "ep2_cp2", "spmd_types"), ("gpt_oss", "ep2", "spmd_types"),
+    ("deepseek_v3", "ep4_tp2", "spmd_types"), ("qwen3", "ep2_cp2", "spmd_types"), ("qwen3", "ep2_tp2", "spmd_types"),
+    ("gpt_oss", "ep2", "spmd_types"),
     ("gpt_oss", "ep8", "partial_dtensor"),
 ]
 
@@ -93,7 +94,8 @@ def test_units_are_those_that_torchtitan_makes(model, degrees, backend, planned)
     compare(plan, strategy, torchtitans(*words))
 
 
-@pytest.mark.parametrize("model, degrees, backend", CASES)
+# Experts' ranks are the others', in process groups of their own: the file is refused.
+@pytest.mark.parametrize("model, degrees, backend", [case for case in CASES if case[1] != "ep2_tp2"])
 def test_the_exported_file_makes_torchtitans_units(model, degrees, backend, planned, shardplan):
     """Groups, their parameters, meshes and placements, divisors, prefetch lists."""
     words = words_of(model, degrees, backend)

@@ -74,8 +74,9 @@ class Script {
       const auto& own = rule.data_parallel ? rule.data_parallel : strategy_.data_parallel;
       for (std::size_t m = 0; m < rule.parameter_meshes.size(); ++m) {
         if (rule.parameter_meshes[m].data_parallel == own) {
-          return refuse(fmt::format("{}/parameter_meshes/{}/data_parallel", at, m),
-                        "a group of its own over the unit's ranks, which fully_shard does not make");
+          return refuse(
+              fmt::format("{}/parameter_meshes/{}/data_parallel", at, m),
+              "a parameter group of its own over the unit's ranks: it has process groups of its own");
         }
       }
       if (rule.mixed_precision && !rule.mixed_precision->keep_param_dtype.empty())

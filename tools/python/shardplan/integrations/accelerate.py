@@ -8,16 +8,12 @@ those that accelerate chooses.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import unittest.mock
-from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed.fsdp
 import torch.nn as nn
 
-import shardplan.torch as sp
+from shardplan.integrations.marking import marking
 
 _HOW = (
     "a Trainer is given TrainingArguments(fsdp='full_shard', fsdp_config={'fsdp_version': 2}), an Accelerator "
@@ -31,7 +27,7 @@ def use_plans(trainer_or_accelerator: Any, **options: Any) -> None:
 
     trainer_or_accelerator: a transformers.Trainer, or an accelerate.Accelerator, that shards with FSDP2. ValueError for
     another one.
-    options: what shardplan.torch.auto takes besides fully_shard's arguments: policy, budget, allow, cluster, plans, ...
+    options: what shardplan.torch.auto takes besides fully_shard's arguments.
     """
     accelerator = getattr(trainer_or_accelerator, "accelerator", trainer_or_accelerator)
     if not getattr(accelerator, "is_fsdp2", False):
@@ -46,19 +42,7 @@ def use_plans(trainer_or_accelerator: Any, **options: Any) -> None:
         models = [one for one in objects if isinstance(one, nn.Module)]
         if not models:
             return prepare(*objects)
-        with _marking(models[-1], options):
+        with marking(models[-1], **options):
             return prepare(*objects)
 
     accelerator._prepare_fsdp2 = planned
-
-
-@contextlib.contextmanager
-def _marking(root: nn.Module, options: dict[str, Any]) -> Iterator[None]:
-    def shard(module: nn.Module | list[nn.Module], **arguments: Any) -> nn.Module | list[nn.Module]:
-        sp.unit(module, **arguments)
-        if isinstance(module, nn.Module) and any(inner is root for inner in module.modules()):
-            sp.auto(module, **options)
-        return module
-
-    with unittest.mock.patch.object(torch.distributed.fsdp, "fully_shard", shard):
-        yield

@@ -9,24 +9,27 @@ the one for the whole model is `shardplan.torch.auto`. So units, meshes, dtypes 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed.fsdp
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 
 import shardplan.torch as sp
-from shardplan.tracer.sharding_calls import replaced_everywhere
+from shardplan.integrations.marking import marking
+from shardplan.terminal import complain
+
+
+_EXIT_USAGE = 2
 
 
 def use_plans(config: Any, **options: Any) -> None:
     """From now on a trainer of this configuration trains by plans instead of FSDP2.
 
-    config: torchtitan's Trainer.Config. ValueError for one without a model, or with pipeline parallelism.
-    options: what shardplan.torch.auto takes besides fully_shard's arguments: policy, budget, allow, cluster, plans, ...
+    config: torchtitan's Trainer.Config. ValueError for one without a model, or with pipeline parallelism. The trainer
+    raises PlanError where torchtitan does not shard with FSDP2.
+    options: what shardplan.torch.auto takes besides fully_shard's arguments.
     """
     spec = getattr(config, "model_spec", None)
     if spec is None:
@@ -40,23 +43,14 @@ def use_plans(config: Any, **options: Any) -> None:
 
     @functools.wraps(parallelize)
     def planned(model: nn.Module, **arguments: Any) -> nn.Module:
-        with _marking(model, options):
-            return parallelize(model, **arguments)
+        # The trainer calls to_empty() and its own initialization behind it.
+        with marking(model, **{"initialize": lambda _: None, **options}):
+            made = parallelize(model, **arguments)
+        if not isinstance(made, FSDPModule):
+            raise sp.PlanError("torchtitan does not call fully_shard for this job, whose place plans take")
+        return made
 
     config.model_spec = dataclasses.replace(spec, parallelize_fn=planned)
-
-
-@contextlib.contextmanager
-def _marking(root: nn.Module, options: dict[str, Any]) -> Iterator[None]:
-    def shard(module: nn.Module | list[nn.Module], **arguments: Any) -> nn.Module | list[nn.Module]:
-        sp.unit(module, **arguments)
-        if isinstance(module, nn.Module) and any(inner is root for inner in module.modules()):
-            # The trainer calls to_empty() and its own initialization behind it.
-            sp.auto(module, initialize=lambda _: None, **options)
-        return module
-
-    with replaced_everywhere({torch.distributed.fsdp.fully_shard: shard}):
-        yield
 
 
 def main() -> None:
@@ -69,7 +63,11 @@ def main() -> None:
     @functools.wraps(parse)
     def parse_args(self: Any, *arguments: Any, **more: Any) -> Any:
         config = parse(self, *arguments, **more)
-        use_plans(config)
+        try:
+            use_plans(config)
+        except ValueError as error:
+            complain("shardplan.integrations.torchtitan", str(error).removeprefix("shardplan: "))
+            raise SystemExit(_EXIT_USAGE) from error
         return config
 
     ConfigManager.parse_args = parse_args

@@ -67,7 +67,8 @@ class _Document:
         ranks = [self._ranks(unit.arguments.get("mesh"), unit.arguments.get("dp_mesh_dims")) for unit in units]
         usual = collections.Counter(ranks).most_common(1)[0][0]
         on_meshes = [self._parameter_ranks(unit, own) for unit, own in zip(units, ranks)]
-        mesh = _Mesh(self._placed(), [*ranks, *(r for by in on_meshes for r in by.values())], self._named, self._world)
+        every = [*ranks, *(theirs for by in on_meshes for theirs, _ in by.values())]
+        mesh = _Mesh(self._placed(), every, self._named, self._world)
         self._cut_along_each(mesh)
         result: dict[str, Any] = {
             "schema": "shardplan.strategy/1", "policy": "fsdp2", "mesh": mesh.dims,
@@ -82,13 +83,16 @@ class _Document:
                 rule["data_parallel"] = mesh.data_parallel(own)
             if not one_precision:
                 rule["mixed_precision"] = precision
-            meshes: dict[Ranks, list[str]] = {}
-            for fqn, theirs in parameters.items():
-                if theirs != own:
-                    meshes.setdefault(theirs, []).append(fqn)
+            # Process groups of the same ranks are parameter groups of their own, too (FSDP2's _init_param_group).
+            usual_group = next((group for theirs, group in parameters.values() if theirs == own), "")
+            meshes: dict[tuple[Ranks, str], list[str]] = {}
+            for fqn, (theirs, group) in parameters.items():
+                if (theirs, group) != (own, usual_group):
+                    meshes.setdefault((theirs, group), []).append(fqn)
             if meshes:
                 rule["parameter_meshes"] = [
-                    {"parameters": fqns, "data_parallel": mesh.data_parallel(theirs)} for theirs, fqns in meshes.items()
+                    {"parameters": fqns, "data_parallel": mesh.data_parallel(theirs)}
+                    for (theirs, _), fqns in meshes.items()
                 ]
             _append(rules, rule)
         result["units"] = rules
@@ -156,9 +160,10 @@ class _Document:
             raise NotSaid(f"fully_shard is given a mesh whose ranks {ranks} are no digits of a rank's number")
         return tuple(found)
 
-    def _parameter_ranks(self, unit: Unit, own: Ranks) -> dict[str, Ranks]:
-        """The ranks of parameters that shard_placement_fn puts on a mesh; notes the dimensions that it cuts along."""
-        found: dict[str, Ranks] = {}
+    def _parameter_ranks(self, unit: Unit, own: Ranks) -> dict[str, tuple[Ranks, str]]:
+        """The ranks, and the name of the process group, of parameters that shard_placement_fn puts on a mesh; notes the
+        dimensions that it cuts along."""
+        found: dict[str, tuple[Ranks, str]] = {}
         for owner, name, placed in unit.placed:
             fqn = self._names.parameter(owner, name)
             info = getattr(placed, "mesh_info", None)
@@ -166,9 +171,8 @@ class _Document:
                 if getattr(info, "shard_mesh_dim", None) is None:
                     raise NotSaid(f"shard_placement_fn puts {fqn} on a mesh without a dimension to shard over")
                 whole = getattr(info, "spmd_mesh", None)
-                found[fqn] = (
-                    self._ranks(info.mesh, None) if whole is None else self._ranks(whole, info.dp_mesh_dims)
-                )
+                theirs = self._ranks(info.mesh, None) if whole is None else self._ranks(whole, info.dp_mesh_dims)
+                found[fqn] = theirs, info.shard_process_group.group_name
                 placed = placed.placement
             dim = getattr(placed, "dim", 0)
             if dim:

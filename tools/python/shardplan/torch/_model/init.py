@@ -96,6 +96,13 @@ def broadcast_over(mesh: DeviceMesh, tensor: torch.Tensor) -> None:
     DTensor not along its own dimensions, where each rank has its own part."""
     own = tensor.device_mesh.get_all_groups() if isinstance(tensor, DTensor) else []
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    for group in reversed(mesh.get_all_groups()):
+    try:
+        groups = mesh.get_all_groups()
+    except RuntimeError as error:
+        raise PlanError(
+            "broadcast_from_rank_0 is for one mesh of all ranks, and the units have several: make the values the same "
+            "before"
+        ) from error
+    for group in reversed(groups):
         if group not in own:
             dist.broadcast(local, dist.get_global_rank(group, 0), group=group)
