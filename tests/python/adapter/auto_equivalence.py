@@ -65,6 +65,7 @@ SUITE = {
     "grad_dtypes_of_three_kinds_accumulate", "head_in_checkpointed_chunks_accumulate", "checkpoint_outside",
     "forward_without_gradients_between", "checkpoint_unit", "user_unshard_async", "user_reshard",
     "no_unshard_in_backward", "llama_bf16", "t5_accumulation", "flattened_but_for_one_unit",
+    "on_two_meshes_bf16_accumulates",
 }
 CASES = ALL if os.environ.get("SHARDPLAN_ALL_SETTINGS") else [case for case in ALL if case.name in SUITE]
 
