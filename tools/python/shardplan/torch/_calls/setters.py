@@ -155,8 +155,9 @@ class Setters:
             if all(call["method"] not in _SYNC for call in self._first):
                 raise
             self._refused = error  # with what the step calls inside it may be planned
-            if from_disk:  # what another run has set does not hold
-                following.follow_calls([call for call in setup if call["method"] not in _SYNC], ())
+            own = [call for call in setup if call["method"] not in _SYNC]
+            if from_disk and (own, ()) != (following.setup, following.calls):
+                following.follow_calls(own, ())  # what another run has set does not hold
             self.watch()
             return
         units, self._without_all_reduce = list(self._without_all_reduce), set()

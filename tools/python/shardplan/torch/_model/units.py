@@ -149,6 +149,7 @@ class Strategy:
         # The strategy's mesh has cut them.
         self._placements = {entry["fqn"]: entry.get("placements", []) for entry in self.trace["parameters"]}
         self.document = document if marks else self._by_rules(document, units)
+        del self._names  # it holds the model
 
     def outline(self, model: nn.Module) -> dict[str, Any]:
         """The trace of the module tree of the model, or of its skeleton."""
