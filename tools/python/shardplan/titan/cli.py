@@ -155,6 +155,9 @@ def _one(options: argparse.Namespace, words: list[str]) -> int:
         except TracerError as error:
             complain(_NAME, printable_name(str(error)))
             return error.exit_code
+        if not os.path.isfile(cluster):  # a pipe, which is read once
+            files.write_text(folder / "cluster.json", answer["text"])
+            cluster = str(folder / "cluster.json")
         progress("planning")
         plan, report = str(folder / "plan.json"), str(folder / "report.json")
         _run(
