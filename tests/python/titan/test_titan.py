@@ -216,7 +216,8 @@ def test_errors(words, code, said, tmp_path):
 
 def test_a_package_that_torchtitans_parser_needs_is_named(tmp_path):
     without = "import sys\nsys.modules['typeguard'] = None\n"
-    done = warm.run(["-c", without + COMMAND, "-q", *MODELS["llama3"]], cwd=tmp_path, timeout=600)
+    environment = {"SHARDPLAN_PROGRAMS": str(build_folder() / "bin"), **os.environ}
+    done = warm.run(["-c", without + COMMAND, "-q", *MODELS["llama3"]], cwd=tmp_path, timeout=600, env=environment)
     assert done.returncode == 4 and "(pip install typeguard)" in done.stderr, done.stderr
 
 
