@@ -20,7 +20,6 @@ import shardplan.torch as sp
 from shardplan.integrations.marking import marking
 from shardplan.terminal import complain
 
-
 _EXIT_USAGE = 2
 
 

@@ -26,7 +26,7 @@ def annotated_placements(parameters: dict[str, torch.Tensor]) -> dict[str, list[
     """By FQN the placements of a trace document, of the parameters that have annotations."""
     if "spmd_types" not in sys.modules:
         return {}
-    types = {fqn: found for fqn, parameter in parameters.items() if (found := _types(fqn, parameter))}
+    types = {fqn: found for fqn, parameter in parameters.items() if (found := types_of(fqn, parameter))}
     if not types:
         return {}
     import spmd_types as spmd
@@ -55,7 +55,7 @@ def placements_on(fqn: str, parameter: torch.Tensor, mesh, fsdp: set[str]) -> li
     """The same of one parameter along the dimensions of the mesh that it is stored on, but for those of `fsdp`."""
     import spmd_types as spmd
 
-    types = _types(fqn, parameter)
+    types = types_of(fqn, parameter)
     axes = {
         name: spmd.MeshAxis.of(mesh.get_group(name))
         for position, name in enumerate(mesh.mesh_dim_names or ())
@@ -64,7 +64,7 @@ def placements_on(fqn: str, parameter: torch.Tensor, mesh, fsdp: set[str]) -> li
     return [_entry(fqn, parameter, axis, types[axis], [name]) for name, axis in axes.items() if axis in types]
 
 
-def _types(fqn: str, parameter: torch.Tensor) -> dict:
+def types_of(fqn: str, parameter: torch.Tensor) -> dict:
     """MeshAxis -> type, S(dim) in place of V with a PartitionSpec."""
     import spmd_types as spmd
     from spmd_types.runtime import get_partition_spec

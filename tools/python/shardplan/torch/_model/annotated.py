@@ -12,6 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from shardplan.tracer.spmd_annotations import types_of
+
 from .._job.arguments import PlanError
 from .._job.mesh import OwnMesh
 
@@ -45,7 +47,6 @@ def annotation_of(fqn: str, parameter: torch.Tensor, own: OwnMesh) -> Annotation
         return None
     import spmd_types as spmd
     from spmd_types.runtime import get_partition_spec
-    from spmd_types.types import partition_spec_to_shard_types
 
     if own.whole is None or own.whole.mesh_dim_names is None:
         raise PlanError(
@@ -53,8 +54,7 @@ def annotation_of(fqn: str, parameter: torch.Tensor, own: OwnMesh) -> Annotation
             "dp_mesh_dims= says which of its dimensions are FSDP's"
         )
     axes = [spmd.MeshAxis.of(own.whole.get_group(name)) for name in own.whole.mesh_dim_names]
-    types, partition = dict(spmd.get_local_type(parameter)), get_partition_spec(parameter)
-    stored = {**types, **(partition_spec_to_shard_types(partition) if partition is not None else {})}
+    types, stored = spmd.get_local_type(parameter), types_of(fqn, parameter)
     ours = {*own.replicate, *own.shard}
     if missing := [own.whole.mesh_dim_names[i] for i, a in enumerate(axes) if i not in ours and a not in stored]:
         raise PlanError(f"parameter {fqn} has no annotation of spmd_types along {', '.join(missing)}")
@@ -69,5 +69,5 @@ def annotation_of(fqn: str, parameter: torch.Tensor, own: OwnMesh) -> Annotation
         spec(kinds),
         spec([kind.backward_type() for kind in kinds]),
         {axis: types.get(axis, spmd.R) for axis in (shown or stored)},
-        partition,
+        get_partition_spec(parameter),
     )

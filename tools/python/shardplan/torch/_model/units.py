@@ -6,11 +6,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -286,8 +284,9 @@ class Strategy:
     def _by_rules(self, document: dict[str, Any], units: Units | None) -> dict[str, Any]:
         """document: of one call for the whole model, whose arguments are all units'."""
         whole = document["units"][0]
-        document |= {name: whole[name] for name in ("reshard_after_forward",) if name in whole}
-        own = {name: whole[name] for name in ("parameter_meshes",) if name in whole}
+        if "reshard_after_forward" in whole:
+            document["reshard_after_forward"] = whole["reshard_after_forward"]
+        own = {"parameter_meshes": whole["parameter_meshes"]} if "parameter_meshes" in whole else {}
         rules = [self._rule(entry) | own for entry in units or ()]
         if (rules or own) and not any("" in rule["modules"] for rule in rules):
             rules.append({"modules": [""], **own})
