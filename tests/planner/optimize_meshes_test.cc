@@ -57,16 +57,8 @@ Trace ExpertModel(int layers, std::int64_t rows = 1024, const std::string& conta
 }
 
 Cluster TwoNodes() {
-  Cluster cluster = testing::ClusterOf(kEightRanks);
-  cluster.ranks_per_node = 4;
-  cluster.device.memory_bytes = {std::int64_t{1} << 34};
-  cluster.device.memory_bytes_per_second = 100'000'000'000;
-  cluster.device.vector_flops_per_second = 100'000'000'000;
-  cluster.device.kernel_overhead_ns = {500};
-  cluster.compute_rate_while_communicating_ppm = 900'000;
-  cluster.communication_rate_while_computing_ppm = 950'000;
-  cluster.links = {{"inner", {500}, 40'000'000'000}, {"outer", {2'000}, 4'000'000'000}};
-  cluster.collectives.clear();
+  Cluster cluster = testing::BalancedCluster(kEightRanks, 4, 4'000'000'000);
+  cluster.links.back() = {"outer", {2'000}, 4'000'000'000};
   return cluster;
 }
 

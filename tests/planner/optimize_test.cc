@@ -39,18 +39,8 @@ Trace SmallModel(int layers, std::int64_t rows, std::int64_t columns) {
                           1'000'000);
 }
 
-// Kernels and links take about as long here.
 Cluster SmallCluster(std::int64_t link_bytes_per_second = 4'000'000'000) {
-  Cluster cluster = testing::ClusterOf(kRanks);
-  cluster.ranks_per_node = 2;
-  cluster.device.memory_bytes = {std::int64_t{1} << 34};
-  cluster.device.memory_bytes_per_second = 100'000'000'000;
-  cluster.device.vector_flops_per_second = 100'000'000'000;
-  cluster.device.kernel_overhead_ns = {500};
-  cluster.compute_rate_while_communicating_ppm = 900'000;
-  cluster.communication_rate_while_computing_ppm = 950'000;
-  cluster.links = {{"inner", {500}, 10 * link_bytes_per_second}, {"outer", {2'000}, link_bytes_per_second}};
-  return cluster;
+  return testing::BalancedCluster(kRanks, 2, link_bytes_per_second);
 }
 
 OptimizeOptions Within(Bytes budget, std::int32_t threads = 2) {

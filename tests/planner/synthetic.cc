@@ -144,4 +144,17 @@ Trace LayeredTrace(int layers, std::int64_t rows, std::int64_t columns, std::int
 
 Cluster ClusterOf(std::int64_t ranks) { return {.name = "test", .ranks = ranks, .ranks_per_node = ranks}; }
 
+Cluster BalancedCluster(std::int64_t ranks, std::int64_t ranks_per_node, std::int64_t link_bytes_per_second) {
+  Cluster cluster = ClusterOf(ranks);
+  cluster.ranks_per_node = ranks_per_node;
+  cluster.device.memory_bytes = {std::int64_t{1} << 34};
+  cluster.device.memory_bytes_per_second = 100'000'000'000;
+  cluster.device.vector_flops_per_second = 100'000'000'000;
+  cluster.device.kernel_overhead_ns = {500};
+  cluster.compute_rate_while_communicating_ppm = 900'000;
+  cluster.communication_rate_while_computing_ppm = 950'000;
+  cluster.links = {{"inner", {500}, 10 * link_bytes_per_second}, {"outer", {500}, link_bytes_per_second}};
+  return cluster;
+}
+
 }  // namespace shardplan::testing

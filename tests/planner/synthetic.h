@@ -28,5 +28,7 @@ Trace TraceOf(const TreeModule& root, std::int64_t flops = 1'000'000);
 Trace LayeredTrace(int layers, std::int64_t rows, std::int64_t columns, std::int64_t root_rows = 0);
 
 Cluster ClusterOf(std::int64_t ranks);
+// Kernels and links of small models take about as long here.
+Cluster BalancedCluster(std::int64_t ranks, std::int64_t ranks_per_node, std::int64_t link_bytes_per_second);
 
 }  // namespace shardplan::testing
