@@ -5,6 +5,7 @@ gradients and parameters digit for digit, on the same meshes."""
 import importlib.util
 import pathlib
 import sys
+import types
 
 import pytest
 from conftest import ROOT
@@ -50,3 +51,13 @@ def test_a_plan_trains_as_fsdp2_does(tmp_path, model, ranks, degrees):
         assert planned["unplannable"] == "" and planned["deviation"] == "", planned
         apart = [group for group in planned["groups"] if group[1] > 0]
         assert bool(apart) == ("ep" in degrees.split()), planned["groups"]
+
+
+def test_a_pipeline_is_refused():
+    from shardplan.integrations import use_plans
+
+    config = types.SimpleNamespace(
+        model_spec=object(), parallelism=types.SimpleNamespace(pipeline_parallel_degree=2)
+    )
+    with pytest.raises(ValueError, match="pipeline parallelism is in no plan .*pipeline_parallel_degree 2"):
+        use_plans(config)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 import shardplan.torch as sp
 from shardplan.integrations.marking import marking
 from shardplan.terminal import complain
+from shardplan.titan.unplanned import why_not_planned
 
 _EXIT_USAGE = 2
 
@@ -33,11 +34,8 @@ def use_plans(config: Any, **options: Any) -> None:
     spec = getattr(config, "model_spec", None)
     if spec is None:
         raise ValueError(f"shardplan: a Trainer.Config of torchtitan with a model, not {type(config).__name__}")
-    if config.parallelism.pipeline_parallel_degree > 1:
-        raise ValueError(
-            "shardplan: pipeline parallelism is in no plan (found parallelism.pipeline_parallel_degree "
-            f"{config.parallelism.pipeline_parallel_degree}, expected 1)"
-        )
+    if reason := why_not_planned(config):
+        raise ValueError(f"shardplan: {reason}")
     parallelize = spec.parallelize_fn
 
     @functools.wraps(parallelize)

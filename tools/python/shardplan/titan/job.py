@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardplan.titan import absent
+from shardplan.titan.unplanned import why_not_planned
 from shardplan.tracer.errors import EnvironmentProblem, TracerError
 from shardplan.tracer.fake_meshes import join_fake_group
 
@@ -44,11 +45,8 @@ class Job:
             raise TracerError(f"torchtitan refuses the job: {error}") from error
         self.ranks = ranks
         self._step = contextlib.ExitStack()
-        if self.config.parallelism.pipeline_parallel_degree > 1:
-            raise TracerError(
-                "pipeline parallelism is in no plan (found parallelism.pipeline_parallel_degree "
-                f"{self.config.parallelism.pipeline_parallel_degree}, expected 1)"
-            )
+        if reason := why_not_planned(self.config):
+            raise TracerError(reason)
         if self.config.parallelism.spmd_backend == "full_dtensor":
             raise TracerError(
                 "parallelism.spmd_backend full_dtensor is not traced (expected spmd_types or partial_dtensor)"
