@@ -139,7 +139,7 @@ def tried(name, path, folder, **options):
         input=asked,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,  # of `torchtitan` among other tests on two cores
         check=False,
         cwd=folder,
         env=environment(),
