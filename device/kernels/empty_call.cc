@@ -20,6 +20,7 @@
 #include "device/kernels/kernel.h"
 #include "device/kernels/numbers.h"
 #include "device/kernels/on_host.h"
+#include "device/kernels/recorded_call.h"
 #include "device/runtime/software_device.h"
 
 namespace shardplan::softdevice {
@@ -127,7 +128,9 @@ void EmptyKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet 
     return;
   }
   WatchFrees();
+  WatchAllocator();
   if (RunReworded(op, stack)) return;
+  RecordedCall call(op, *stack);
   const std::size_t count = op.schema().arguments().size();
   const auto first = static_cast<std::ptrdiff_t>(stack->size() - count);
   const c10::Stack arguments(stack->begin() + first, stack->end());
@@ -135,15 +138,18 @@ void EmptyKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet 
     stack->resize(static_cast<std::size_t>(first));
     if (op.schema().name() == "aten::equal" && !AreAllKnown(arguments)) {
       stack->emplace_back(arguments[0].toTensor().sizes() == arguments[1].toTensor().sizes());
+      call.DoneAtOnce(*stack);
       return;
     }
     for (c10::IValue& value : RunAtOnce(op, arguments)) stack->push_back(std::move(value));
+    call.DoneAtOnce(*stack);
     return;
   }
   {
     const Inside inside;
     original_.callBoxed(op, keys, stack);
   }
+  call.Done(*stack);
   Settle(op, arguments, std::span(*stack).subspan(static_cast<std::size_t>(first)));
 }
 
@@ -218,12 +224,17 @@ void QuietKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet 
   }
   if (bulk) {
     if (std::optional<c10::Stack> values = Unwritten(op, arguments)) {
+      const c10::Stack given = IsRecording() ? c10::Stack(arguments.begin(), arguments.end()) : c10::Stack();
       stack->resize(first);
       for (c10::IValue& value : *values) stack->push_back(std::move(value));
+      if (!given.empty()) RecordOnHost(op, given, std::span(*stack).subspan(first));
       return;
     }
   }
+  if (!IsRecording()) return original_.callBoxed(op, keys, stack);
+  const c10::Stack given(arguments.begin(), arguments.end());
   original_.callBoxed(op, keys, stack);
+  RecordOnHost(op, given, std::span(*stack).subspan(first));
 }
 
 std::optional<c10::Stack> QuietKernel::Unwritten(const c10::OperatorHandle& op,

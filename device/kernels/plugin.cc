@@ -18,6 +18,7 @@
 
 #include "device/kernels/empty_call.h"
 #include "device/kernels/kernel.h"
+#include "device/kernels/recorded_call.h"
 #include "device/kernels/special.h"
 #include "device/runtime/software_device.h"
 
@@ -43,6 +44,9 @@ constexpr std::array<std::string_view, 12> kReal = {"aten::empty",
                                                     "aten::_copy_from_and_resize",
                                                     "aten::_local_scalar_dense",
                                                     "aten::_cudnn_init_dropout_state"};
+// Of these a recording says from where they come.
+constexpr std::array<std::string_view, 4> kPlaced = {"aten::empty", "aten::empty_strided", "aten::resize_",
+                                                     "aten::record_stream"};
 // Registered for all devices together, with parts that launch kernels of CUDA.
 constexpr std::array<std::string_view, 2> kAlsoReplaced = {"aten::convolution", "aten::convolution_backward"};
 
@@ -60,7 +64,7 @@ void PoisonWhatIsHandedOut() {
     if (entry.action_ != std::decay_t<decltype(entry)>::ALLOC) return;
     const c10::cuda::CUDAGuard guard(entry.device_);
     void* pointer = reinterpret_cast<void*>(entry.addr_);
-    EnqueueKernel(static_cast<cudaStream_t>(entry.stream_), "poison",
+    EnqueueKernel(static_cast<cudaStream_t>(entry.stream_), std::string(kPoisonTask),
                   [pointer, bytes = entry.size_] { PoisonMemory(pointer, bytes); });
   });
 }
@@ -71,12 +75,15 @@ void SetUpOnce() {
   std::call_once(once, [] {
     if (PoisonsMemory()) PoisonWhatIsHandedOut();
   });
+  WatchAllocator();
 }
 
 template <BoxedFunction* function>
 void AfterSetUp(const c10::OperatorHandle& op, c10::Stack* stack) {
   SetUpOnce();
+  RecordedCall call(op, *stack);
   function(op, stack);
+  ReadsNumbers(op) ? call.DoneAtOnce(*stack) : call.Done(*stack);
 }
 
 class Silence final : public c10::WarningHandler {
@@ -159,6 +166,12 @@ void Register() {
   Silence silence;
   const c10::WarningUtils::WarningHandlerGuard guard(&silence);
   ComputesNothing() ? RegisterEmpty() : RegisterOnHost();
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
+    if (std::ranges::find(kPlaced, name.name) == kPlaced.end()) continue;
+    if (const auto op = dispatcher.findSchema(name)) PutBefore<PlacedKernel>(c10::DispatchKey::CUDA, *op);
+  }
+  WatchNodes();
 }
 
 }  // namespace

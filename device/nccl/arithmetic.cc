@@ -90,6 +90,37 @@ std::size_t SizeOf(ncclDataType_t dtype) {
   }
 }
 
+const char* NameOf(ncclDataType_t dtype) {
+  switch (dtype) {
+    case ncclInt8:
+      return "int8";
+    case ncclUint8:
+      return "uint8";
+    case ncclInt32:
+      return "int32";
+    case ncclUint32:
+      return "uint32";
+    case ncclInt64:
+      return "int64";
+    case ncclUint64:
+      return "uint64";
+    case ncclFloat16:
+      return "float16";
+    case ncclFloat32:
+      return "float32";
+    case ncclFloat64:
+      return "float64";
+    case ncclBfloat16:
+      return "bfloat16";
+    case ncclFloat8e4m3:
+      return "float8_e4m3fn";
+    case ncclFloat8e5m2:
+      return "float8_e5m2";
+    default:
+      return "uint8";
+  }
+}
+
 bool CanReduce(ncclDataType_t dtype) { return dtype != ncclFloat8e4m3 && dtype != ncclFloat8e5m2; }
 
 void Reduce(const Reduction& reduction, ncclDataType_t dtype, const std::vector<const std::byte*>& from,

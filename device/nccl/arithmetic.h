@@ -11,6 +11,8 @@
 namespace shardplan::softdevice {
 
 std::size_t SizeOf(ncclDataType_t dtype);
+// As torch names it.
+const char* NameOf(ncclDataType_t dtype);
 bool CanReduce(ncclDataType_t dtype);
 
 // An operation, with its factor where it has one.

@@ -11,6 +11,7 @@
 
 #include "device/nccl/communicator.h"
 #include "device/runtime/memory.h"
+#include "device/runtime/recorder.h"
 #include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
@@ -85,17 +86,74 @@ struct Group {
 };
 thread_local Group group;
 
+RecordedTensor ElementsAt(const std::byte* pointer, std::size_t count, ncclDataType_t dtype) {
+  return {reinterpret_cast<std::uintptr_t>(pointer), NameOf(dtype), {static_cast<std::int64_t>(count)}, {}};
+}
+
+// Which of its memory a rank reads and writes.
+void Record(Recorder& recorder, const Group::Launched& launched) {
+  const Communicator& communicator = *launched.communicator;
+  const auto ranks = static_cast<std::size_t>(communicator.ranks());
+  const int batch = launched.operations.size() > 1 ? recorder.NextBatch() : -1;
+  for (const Operation& op : launched.operations) {
+    const bool is_root = op.peer == communicator.rank();
+    Recorder::Collective said;
+    said.kind = op.kind == OpKind::kReceive ? "recv" : NameOf(op.kind);
+    said.communicator = &communicator;
+    said.rank = communicator.rank();
+    said.ranks = communicator.ranks();
+    said.dtype = NameOf(op.dtype);
+    std::size_t from = op.count, to = op.count;
+    switch (op.kind) {
+      case OpKind::kAllGather:
+        to *= ranks;
+        break;
+      case OpKind::kReduceScatter:
+        from *= ranks;
+        break;
+      case OpKind::kAllToAll:
+        from *= ranks;
+        to *= ranks;
+        break;
+      case OpKind::kGather:
+        to = is_root ? to * ranks : 0;
+        break;
+      case OpKind::kBroadcast:
+        from = is_root ? from : 0;
+        break;
+      case OpKind::kReduce:
+        to = is_root ? to : 0;
+        break;
+      case OpKind::kSend:
+      case OpKind::kReceive:
+        said.peer = op.peer;
+        break;
+      case OpKind::kAllReduce:
+        break;
+    }
+    said.bytes = std::max(from, to) * SizeOf(op.dtype);
+    if (op.from != nullptr && from > 0) said.reads.push_back(ElementsAt(op.from, from, op.dtype));
+    if (op.to != nullptr && to > 0) said.writes.push_back(ElementsAt(op.to, to, op.dtype));
+    said.batch = batch;
+    recorder.Communicate(*launched.stream, said);
+  }
+}
+
 // Operations of one communicator are one task, on the first one's stream; the other streams wait for it, and
 // it for them.
 ncclResult_t Flush() {
   ncclResult_t result = ncclSuccess;
   for (Group::Launched& one : std::exchange(group.launched, {})) {
     Engine& engine = Engine::Get();
+    Recorder* recorder = Recorder::Get();
     for (const std::shared_ptr<Stream>& other : one.others) {
+      if (recorder != nullptr) recorder->Join(*other, *one.stream);
       (void)engine.Enqueue(one.stream, {"group", {engine.LastOf(other)}, [] { return true; }});
     }
+    if (recorder != nullptr) Record(*recorder, one);
     one.communicator->Launch(std::move(one.operations), one.stream);
     for (const std::shared_ptr<Stream>& other : one.others) {
+      if (recorder != nullptr) recorder->Join(*one.stream, *other);
       (void)engine.Enqueue(other, {"group", {engine.LastOf(one.stream)}, [] { return true; }});
     }
     if (!one.communicator->blocking() && one.communicator->TakeFirst()) result = ncclInProgress;

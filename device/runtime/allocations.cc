@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // cudart: memory and copies.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <vector>
 
 #include "device/runtime/memory.h"
+#include "device/runtime/recorder.h"
 #include "device/runtime/software_device.h"
 #include "device/runtime/state.h"
 
@@ -23,6 +25,23 @@ bool KindFits(const void* dst, const void* src, cudaMemcpyKind kind) {
   const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
   if (kind == cudaMemcpyDefault) return true;
   return IsDevice(dst) == to_device && IsDevice(src) == from_device;
+}
+
+RecordedTensor BytesAt(const void* pointer, std::size_t bytes) {
+  return {reinterpret_cast<std::uintptr_t>(pointer), "uint8", {static_cast<std::int64_t>(bytes)}, {}};
+}
+
+void RecordCopy(const Stream& stream, const void* dst, const void* src, std::size_t bytes) {
+  Recorder* recorder = Recorder::Get();
+  if (recorder == nullptr) return;
+  const bool to_device = IsDevice(dst), from_device = IsDevice(src);
+  std::vector<RecordedTensor> reads, writes;
+  if (!IsPageable(src)) reads.push_back(BytesAt(src, bytes));
+  if (!IsPageable(dst)) writes.push_back(BytesAt(dst, bytes));
+  const char* direction = to_device ? (from_device ? "device_to_device" : "host_to_device")
+                                    : (from_device ? "device_to_host" : "host_to_host");
+  recorder->Copy(stream, direction, bytes, reads, writes);
+  if (IsPageable(dst)) recorder->HostWaits(stream);
 }
 
 thread_local bool reads_zeros = false;
@@ -59,6 +78,7 @@ cudaError_t CopyOn(const std::shared_ptr<Stream>& stream, void* dst, const void*
     Explain(cudaErrorInvalidValue, "a copy beyond the end of an allocation");
     return cudaErrorInvalidValue;
   }
+  RecordCopy(*stream, dst, src, bytes);
   if (TheSettings().null) return CopyNothing(stream, dst, src, bytes);
   if (IsPageable(src)) {
     const auto* begin = static_cast<const unsigned char*>(src);
@@ -80,6 +100,7 @@ cudaError_t SetOn(const std::shared_ptr<Stream>& stream, void* pointer, int valu
     Explain(cudaErrorInvalidValue, "memset of what is not one allocation of a device");
     return cudaErrorInvalidValue;
   }
+  if (Recorder* recorder = Recorder::Get()) recorder->Memset(*stream, std::array{BytesAt(pointer, bytes)});
   (void)EnqueueData(stream, "memset", [=] { std::memset(pointer, value, bytes); });
   if (TheSettings().null && bytes <= kNumbersBytes) std::memset(pointer, value, bytes);
   return cudaSuccess;
@@ -106,6 +127,7 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   if (bytes == 0) return Answer(cudaSuccess);
   *pointer = Memory::Get().Allocate(CurrentDevice(), bytes);
   if (*pointer == nullptr) return Answer(cudaErrorMemoryAllocation);
+  if (Recorder* recorder = Recorder::Get()) recorder->Reserved(*pointer, bytes, false, CurrentDevice());
   Poison(*pointer, bytes);
   return Answer(cudaSuccess);
 }
@@ -115,6 +137,7 @@ cudaError_t cudaFree(void* pointer) {
   if (pointer == nullptr) return Answer(cudaSuccess);
   const auto range = Memory::Get().Find(pointer);
   if (range && range->kind == Memory::Kind::kDevice) Engine::Get().WaitForDevice(range->device);
+  if (Recorder* recorder = Recorder::Get()) recorder->Released(pointer);
   if (Memory::Get().Free(pointer, Memory::Kind::kDevice)) return Answer(cudaSuccess);
   Explain(cudaErrorInvalidValue, "cudaFree of what is not an allocation, or no more");
   return Answer(cudaErrorInvalidValue);
@@ -129,20 +152,27 @@ cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return cudaHostAlloc(pointer, bytes, 0); }
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned int) {
   *pointer = bytes == 0 ? nullptr : Memory::Get().AllocatePinned(bytes);
+  Recorder* recorder = Recorder::Get();
+  if (recorder != nullptr && *pointer != nullptr) recorder->Reserved(*pointer, bytes, true, 0);
   return Answer(*pointer == nullptr && bytes > 0 ? cudaErrorMemoryAllocation : cudaSuccess);
 }
 cudaError_t cudaFreeHost(void* pointer) {
   if (pointer == nullptr) return Answer(cudaSuccess);
   for (int device = 0; device < TheSettings().devices; ++device) Engine::Get().WaitForDevice(device);
+  if (Recorder* recorder = Recorder::Get()) recorder->Released(pointer);
   const bool freed = Memory::Get().Free(pointer, Memory::Kind::kPinned);
   return Answer(freed ? cudaSuccess : cudaErrorInvalidValue);
 }
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned int) {
   const Memory::Range range = {.bytes = bytes, .kind = Memory::Kind::kPinned};
   const bool fresh = Memory::Get().Register(pointer, range);
+  if (Recorder* recorder = Recorder::Get(); recorder != nullptr && fresh) {
+    recorder->Reserved(pointer, bytes, true, 0);
+  }
   return Answer(fresh ? cudaSuccess : cudaErrorHostMemoryAlreadyRegistered);
 }
 cudaError_t cudaHostUnregister(void* pointer) {
+  if (Recorder* recorder = Recorder::Get()) recorder->Released(pointer);
   const bool known = Memory::Get().Unregister(pointer);
   return Answer(known ? cudaSuccess : cudaErrorHostMemoryNotRegistered);
 }

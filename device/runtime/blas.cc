@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "device/runtime/recorder.h"
 #include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
@@ -26,6 +27,7 @@ int Answer() { return TheSettings().null ? kSuccess : kNotSupported; }
 int Product(cudaStream_t stream) {
   const std::shared_ptr<Stream> on = StreamOf(stream);
   if (!TheSettings().null || on == nullptr) return kNotSupported;
+  NoteLaunch(*on, "product");
   (void)EnqueueData(on, "product", {});
   return kSuccess;
 }

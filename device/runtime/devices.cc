@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "device/runtime/memory.h"
+#include "device/runtime/recorder.h"
 #include "device/runtime/software_device.h"
 #include "device/runtime/state.h"
 
@@ -118,7 +119,10 @@ Point EnqueueData(const std::shared_ptr<Stream>& stream, std::string name, std::
 }
 
 void EnqueueKernel(cudaStream_t stream, const std::string& name, std::function<void()> work) {
-  if (const std::shared_ptr<Stream> on = StreamOf(stream)) (void)EnqueueOn(on, name, std::move(work));
+  const std::shared_ptr<Stream> on = StreamOf(stream);
+  if (on == nullptr) return;
+  if (name != kPoisonTask) NoteLaunch(*on, name);
+  (void)EnqueueOn(on, name, std::move(work));
 }
 
 bool FinishStream(cudaStream_t stream) { return cudaStreamSynchronize(stream) == cudaSuccess; }
@@ -310,6 +314,9 @@ cudaError_t cudaDeviceEnablePeerAccess(int, unsigned int) { return Answer(cudaEr
 
 cudaError_t cudaDeviceSynchronize() {
   Engine::Get().WaitForDevice(current_device);
+  if (Recorder* recorder = Recorder::Get()) {
+    recorder->HostWaitsForDevice(current_device, __builtin_return_address(0));
+  }
   return Answer(cudaSuccess);
 }
 

@@ -4,12 +4,14 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 
+#include <array>
 #include <cstring>
 #include <map>
 #include <optional>
 #include <string>
 
 #include "device/runtime/memory.h"
+#include "device/runtime/recorder.h"
 #include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
@@ -124,13 +126,16 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   Drop(physicals, handle);
   return CUDA_SUCCESS;
 }
-CUresult cuMemMap(CUdeviceptr pointer, size_t, size_t, CUmemGenericAllocationHandle handle,
+CUresult cuMemMap(CUdeviceptr pointer, size_t bytes, size_t, CUmemGenericAllocationHandle handle,
                   unsigned long long) {
   Physicals& physicals = ThePhysicals();
   const std::lock_guard lock(physicals.mutex);
   if (!physicals.by_handle.contains(handle)) return CUDA_ERROR_INVALID_VALUE;
   ++physicals.by_handle[handle].references;
   physicals.mapped[pointer] = handle;
+  if (Recorder* recorder = Recorder::Get()) {
+    recorder->Reserved(reinterpret_cast<void*>(pointer), bytes, false, physicals.by_handle[handle].device);
+  }
   return CUDA_SUCCESS;
 }
 CUresult cuMemSetAccess(CUdeviceptr pointer, size_t bytes, const CUmemAccessDesc*, size_t) {
@@ -142,6 +147,7 @@ CUresult cuMemSetAccess(CUdeviceptr pointer, size_t bytes, const CUmemAccessDesc
 }
 // Its content is gone.
 CUresult cuMemUnmap(CUdeviceptr pointer, size_t bytes) {
+  if (Recorder* recorder = Recorder::Get()) recorder->Released(reinterpret_cast<void*>(pointer));
   Physicals& physicals = ThePhysicals();
   const std::lock_guard lock(physicals.mutex);
   const auto end = physicals.mapped.lower_bound(pointer + bytes);
@@ -171,6 +177,10 @@ CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp*, CUmemGener
 CUresult cuMemsetD32Async(CUdeviceptr pointer, unsigned int value, size_t count, CUstream stream) {
   const std::shared_ptr<Stream> on = StreamOf(stream);
   if (on == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  if (Recorder* recorder = Recorder::Get()) {
+    const RecordedTensor words = {pointer, "int32", {static_cast<std::int64_t>(count)}, {}};
+    recorder->Memset(*on, std::array{words});
+  }
   (void)EnqueueData(on, "memset of words", [=] {
     auto* words = reinterpret_cast<unsigned int*>(pointer);
     for (size_t i = 0; i < count; ++i) words[i] = value;

@@ -154,9 +154,17 @@ bool Engine::IsDone(const Point& point) {
 }
 
 void Engine::Wait(const Point& point) {
+  Await(point);
   Lock lock(mutex_);
   while (!IsPassed(point)) {
     if (!Step(&point, lock) && !IsPassed(point)) changed_.wait_for(lock, kPeerPoll);
+  }
+}
+
+void Engine::Await(const Point& point) {
+  if (point.stream == nullptr) return;
+  std::uint64_t known = point.stream->awaited;
+  while (known < point.position && !point.stream->awaited.compare_exchange_weak(known, point.position)) {
   }
 }
 

@@ -52,6 +52,8 @@ class Stream {
   const int priority;
   // The capture that takes what is issued here; 0: none.
   std::atomic<unsigned long long> capture = 0;
+  // Up to where another stream or the host has been told to wait for this one.
+  std::atomic<std::uint64_t> awaited = 0;
 
  private:
   friend class Engine;
@@ -74,6 +76,9 @@ class Engine {
   void WaitForDevice(int device);
   // Runs what the point needs, as far as it goes without waiting for anybody.
   void Nudge(const Point& point);
+
+  // Somebody waits for it now.
+  static void Await(const Point& point);
 
   // A point that peers wait for here: asked between tasks. Returned: for Forget.
   using Demand = std::function<std::optional<Point>()>;

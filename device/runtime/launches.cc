@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <map>
 
+#include "device/runtime/recorder.h"
 #include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
@@ -45,6 +46,7 @@ cudaError_t Launch(const void* function, cudaStream_t stream) {
   if (!TheSettings().null) return Refuse(function);
   const std::shared_ptr<Stream> on = StreamOf(stream);
   if (on == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  NoteLaunch(*on, Recorder::Get() == nullptr ? "" : NameOf(function));
   (void)EnqueueData(on, "kernel", {});
   return Answer(cudaSuccess);
 }

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "device/runtime/memory.h"
+#include "device/runtime/recorder.h"
 #include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
@@ -45,7 +46,9 @@ CUresult Launch(CUfunction function, CUstream stream) {
   const std::shared_ptr<Stream> on = StreamOf(stream);
   if (!TheSettings().null) return CUDA_ERROR_NOT_SUPPORTED;
   if (on == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-  (void)EnqueueData(on, *reinterpret_cast<const std::string*>(function), {});
+  const std::string& name = *reinterpret_cast<const std::string*>(function);
+  NoteLaunch(*on, name);
+  (void)EnqueueData(on, name, {});
   return CUDA_SUCCESS;
 }
 

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -21,11 +22,13 @@ struct Event {
   bool timing = true;
   std::atomic<unsigned long long> capture = 0;  // of the stream that it was recorded on
   int device = 0;  // that was current when it was made; it is recorded on streams of no other
+  std::atomic<std::int64_t> recording = -1;  // the number of its latest record in a recording; -1: none
 };
 
 int CurrentDevice();
 // Null: no such handle. 0 and the legacy handles: the current device's default stream.
 std::shared_ptr<Stream> StreamOf(cudaStream_t handle);
+std::shared_ptr<Stream> StreamOfDevice(cudaStream_t handle, int device);
 Event* EventOf(cudaEvent_t handle);
 
 // Remembers the error for cudaGetLastError, and returns it. A broken device answers everything with its own.

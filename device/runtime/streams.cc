@@ -6,6 +6,7 @@
 #include <set>
 #include <vector>
 
+#include "device/runtime/recorder.h"
 #include "device/runtime/state.h"
 
 namespace shardplan::softdevice {
@@ -35,11 +36,13 @@ double NowMs() {
 
 }  // namespace
 
-std::shared_ptr<Stream> StreamOf(cudaStream_t handle) {
+std::shared_ptr<Stream> StreamOf(cudaStream_t handle) { return StreamOfDevice(handle, CurrentDevice()); }
+
+std::shared_ptr<Stream> StreamOfDevice(cudaStream_t handle, int device) {
   Handles& handles = TheHandles();
   const std::lock_guard lock(handles.mutex);
   if (handle == nullptr || handle == cudaStreamLegacy || handle == cudaStreamPerThread) {
-    return DefaultStream(handles, CurrentDevice());
+    return DefaultStream(handles, device);
   }
   const auto found = handles.streams.find(handle);
   return found == handles.streams.end() ? nullptr : found->second;
@@ -56,6 +59,24 @@ namespace {
 Point PointOf(Event& event) {
   const std::lock_guard lock(event.mutex);
   return event.point;
+}
+
+cudaError_t Record(cudaEvent_t handle, cudaStream_t stream_handle, const void* caller) {
+  Event* event = EventOf(handle);
+  const std::shared_ptr<Stream> stream = StreamOf(stream_handle);
+  if (event == nullptr || stream == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  if (event->device != stream->device) {
+    Explain(cudaErrorInvalidResourceHandle, "an event is recorded on a stream of another device");
+    return Answer(cudaErrorInvalidResourceHandle);
+  }
+  auto reached = std::make_shared<double>(0.0);
+  const Point point = EnqueueOn(stream, "record of an event", [reached] { *reached = NowMs(); });
+  if (Recorder* recorder = Recorder::Get()) recorder->EventRecorded(*event, *stream, caller);
+  const std::lock_guard lock(event->mutex);
+  event->point = point;
+  event->reached_ms = reached;
+  event->capture = stream->capture.load();
+  return Answer(cudaSuccess);
 }
 
 cudaError_t MakeStream(cudaStream_t* handle, int priority) {
@@ -100,6 +121,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   const std::shared_ptr<Stream> of = StreamOf(stream);
   if (of == nullptr) return Answer(cudaErrorInvalidResourceHandle);
   Engine::Get().Wait(Engine::Get().LastOf(of));
+  if (Recorder* recorder = Recorder::Get()) recorder->HostWaits(*of);
   return Answer(cudaSuccess);
 }
 
@@ -107,6 +129,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   const std::shared_ptr<Stream> of = StreamOf(stream);
   if (of == nullptr) return Answer(cudaErrorInvalidResourceHandle);
   const bool done = Engine::Get().IsDone(Engine::Get().LastOf(of));
+  if (Recorder* recorder = Recorder::Get(); recorder != nullptr && done) recorder->HostWaits(*of);
   return Answer(done ? cudaSuccess : cudaErrorNotReady);
 }
 
@@ -199,6 +222,7 @@ cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cuda
 cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t stream) {
   const std::shared_ptr<Stream> on = StreamOf(stream);
   if (on == nullptr) return Answer(cudaErrorInvalidResourceHandle);
+  NoteLaunch(*on, "graph");
   (void)EnqueueData(on, "graph", {});
   return Answer(cudaSuccess);
 }
@@ -235,24 +259,11 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return Answer(cudaSuccess);
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
-  Event* event = EventOf(handle);
-  const std::shared_ptr<Stream> stream = StreamOf(stream_handle);
-  if (event == nullptr || stream == nullptr) return Answer(cudaErrorInvalidResourceHandle);
-  if (event->device != stream->device) {
-    Explain(cudaErrorInvalidResourceHandle, "an event is recorded on a stream of another device");
-    return Answer(cudaErrorInvalidResourceHandle);
-  }
-  auto reached = std::make_shared<double>(0.0);
-  const Point point = EnqueueOn(stream, "record of an event", [reached] { *reached = NowMs(); });
-  const std::lock_guard lock(event->mutex);
-  event->point = point;
-  event->reached_ms = reached;
-  event->capture = stream->capture.load();
-  return Answer(cudaSuccess);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return Record(event, stream, __builtin_return_address(0));
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned int) {
-  return cudaEventRecord(event, stream);
+  return Record(event, stream, __builtin_return_address(0));
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, unsigned int) {
@@ -264,8 +275,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, 
   if (event->capture != 0 && point.stream != nullptr && point.stream->capture == event->capture) {
     stream->capture = event->capture.load();
   }
+  Engine::Await(point);
   if (point.stream != nullptr) {
     (void)Engine::Get().Enqueue(stream, {"wait for an event", {point}, [] { return true; }});
+    if (Recorder* recorder = Recorder::Get()) recorder->StreamWaits(*stream, *event);
   }
   return Answer(cudaSuccess);
 }
@@ -273,13 +286,22 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, 
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   Event* event = EventOf(handle);
   if (event == nullptr) return Answer(cudaErrorInvalidResourceHandle);
-  return Answer(Engine::Get().IsDone(PointOf(*event)) ? cudaSuccess : cudaErrorNotReady);
+  const Point point = PointOf(*event);
+  if (!Engine::Get().IsDone(point)) return Answer(cudaErrorNotReady);
+  if (Recorder* recorder = Recorder::Get()) {
+    const void* caller = __builtin_return_address(0);
+    const bool is_awaited = point.stream == nullptr || point.stream->awaited >= point.position;
+    if (IsTorch(caller) && !IsAllocator(caller) && !is_awaited) return Answer(cudaErrorNotReady);
+    recorder->HostAsked(*event, caller);
+  }
+  return Answer(cudaSuccess);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Event* event = EventOf(handle);
   if (event == nullptr) return Answer(cudaErrorInvalidResourceHandle);
   Engine::Get().Wait(PointOf(*event));
+  if (Recorder* recorder = Recorder::Get()) recorder->HostWaits(*event);
   return Answer(cudaSuccess);
 }
 

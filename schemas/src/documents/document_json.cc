@@ -13,7 +13,8 @@ namespace {
 
 constexpr std::string_view kAllSchemas =
     "\"shardplan.trace/1\", \"shardplan.cluster/1\", \"shardplan.strategy/1\", \"shardplan.plan/1\", "
-    "\"shardplan.report/1\", \"shardplan.state_layout/1\" or \"shardplan.reshard/1\"";
+    "\"shardplan.report/1\", \"shardplan.state_layout/1\", \"shardplan.reshard/1\" or "
+    "\"shardplan.recording/1\"";
 
 template <typename T>
 Result<T> ParseWith(std::string_view json_text, Result<T> (*read)(const JsonTape&)) {
@@ -69,6 +70,9 @@ Result<Certificate> ParseCertificate(std::string_view json_text) {
 Result<Optimization> ParseOptimization(std::string_view json_text) {
   return ParseWith(json_text, OptimizationFromTape);
 }
+Result<Recording> ParseRecording(std::string_view json_text) {
+  return ParseWith(json_text, RecordingFromTape);
+}
 Result<StateLayout> ParseStateLayout(std::string_view json_text) {
   return ParseWith(json_text, StateLayoutFromTape);
 }
@@ -87,6 +91,7 @@ Result<Document> ParseDocument(std::string_view json_text) {
   if (*schema == kReportSchema) return AsDocument(ReportFromTape(*tape));
   if (*schema == kStateLayoutSchema) return AsDocument(StateLayoutFromTape(*tape));
   if (*schema == kReshardSchema) return AsDocument(ReshardFromTape(*tape));
+  if (*schema == kRecordingSchema) return AsDocument(RecordingFromTape(*tape));
   return MakeInputError("/schema", "unknown kind or version of document", fmt::format("\"{}\"", *schema),
                         std::string(kAllSchemas));
 }

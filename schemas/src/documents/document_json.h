@@ -18,6 +18,7 @@ inline constexpr std::string_view kReportSchema = "shardplan.report/1";
 // Not told apart by ParseDocument: the one program that reads a certificate knows what it reads.
 inline constexpr std::string_view kCertificateSchema = "shardplan.certificate/1";
 inline constexpr std::string_view kOptimizationSchema = "shardplan.optimization/1";
+inline constexpr std::string_view kRecordingSchema = "shardplan.recording/1";
 inline constexpr std::string_view kStateLayoutSchema = "shardplan.state_layout/1";
 inline constexpr std::string_view kReshardSchema = "shardplan.reshard/1";
 
@@ -44,6 +45,7 @@ Result<Plan> PlanFromTape(const JsonTape& tape);
 Result<Report> ReportFromTape(const JsonTape& tape);
 Result<Certificate> CertificateFromTape(const JsonTape& tape);
 Result<Optimization> OptimizationFromTape(const JsonTape& tape);
+Result<Recording> RecordingFromTape(const JsonTape& tape);
 Result<StateLayout> StateLayoutFromTape(const JsonTape& tape);
 Result<ReshardPlan> ReshardFromTape(const JsonTape& tape);
 

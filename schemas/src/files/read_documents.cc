@@ -61,6 +61,7 @@ Result<Plan> ReadPlan(const std::string& path) {
   return ReadWith(path, ParsePlanInAnyForm);
 }
 Result<Report> ReadReport(const std::string& path) { return ReadWith(path, ParseReport); }
+Result<Recording> ReadRecording(const std::string& path) { return ReadWith(path, ParseRecording); }
 Result<Certificate> ReadCertificate(const std::string& path) { return ReadWith(path, ParseCertificate); }
 Result<Optimization> ReadOptimization(const std::string& path) { return ReadWith(path, ParseOptimization); }
 Result<Document> ReadDocument(const std::string& path) {

@@ -13,6 +13,7 @@
 #include "shardplan/schemas/optimization.h"
 #include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/recording.h"
 
 namespace shardplan {
 
@@ -35,6 +36,7 @@ SHARDPLAN_ENUM_NAMES(ClusterFigure, "matmul", "attention", "vector", "memory", "
                      "host_memory", "host_link", "collectives", "inner_link", "network", "compute_slowdown",
                      "communication_slowdown");
 SHARDPLAN_ENUM_NAMES(FigureOrigin, "measured", "fitted", "data_sheet", "guess");
+SHARDPLAN_ENUM_NAMES(CopyDirection, "host_to_device", "device_to_host", "device_to_device", "host_to_host");
 SHARDPLAN_ENUM_NAMES(ModulePart, "base_model", "layer", "input_embeddings", "output_embeddings");
 SHARDPLAN_ENUM_NAMES(StorageRole, "input", "buffer", "saved", "forward_temp", "output", "loss_saved",
                      "loss_temp", "backward_temp", "recompute", "parameter_grad");

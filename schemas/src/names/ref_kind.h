@@ -16,6 +16,10 @@ enum class RefKind : std::uint8_t {
   kTensor,
   kForward,
   kBackward,
+  kThread,
+  kPlace,
+  kRecordedStream,
+  kRecordedCommunicator,
   kUnit,
   kBuffer,
   kStream,
@@ -23,7 +27,7 @@ enum class RefKind : std::uint8_t {
   kCommunicator,
   kSegment,
 };
-inline constexpr std::size_t kRefKinds = 12;
+inline constexpr std::size_t kRefKinds = 16;
 constexpr bool IsNamed(RefKind kind) { return kind >= RefKind::kUnit; }
 
 }  // namespace shardplan

@@ -7,6 +7,7 @@
 
 #include "commands/commands.h"
 #include "shardplan/checkpoints/reshard.h"
+#include "shardplan/races/races.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
 #include "shardplan/verifier/verifier.h"
@@ -54,6 +55,12 @@ std::string Summary(const ReshardPlan& plan) {
                      plan.groups.size(), RanksOf(plan.source), RanksOf(plan.target));
 }
 
+std::string Summary(const Recording& recording) {
+  return fmt::format("recording of {}: rank {} of {}, {} threads, {} streams, {} events",
+                     Printable(recording.job), recording.rank, recording.world_size, recording.threads.size(),
+                     recording.streams.size(), recording.events.size());
+}
+
 std::string RemarksText(const std::string& path, const Plan& plan) {
   std::string text;
   for (const Remark& remark : Remarks(plan))
@@ -94,6 +101,28 @@ std::string VerdictText(const std::string& path, const ReshardPlan& plan, bool& 
   return text + fmt::format("{}: {}\n", path, Count(violations.size()));
 }
 
+std::string VerdictText(const std::string& path, const Recording& recording, bool& good) {
+  constexpr std::size_t kShown = 20;
+  const RaceReport report = FindRaces(recording);
+  good = report.races.empty();
+  std::string text = RaceText(recording, report, kShown);
+  if (report.unknown_launches > 0) {
+    std::string names;
+    for (const std::string& name : report.unknown_kernels) {
+      names += (names.empty() ? "" : ", ") + Printable(name);
+    }
+    text += fmt::format("{}: not looked at: {} launches of kernels whose memory is not known: {}\n", path,
+                        report.unknown_launches, names);
+  }
+  const std::size_t races = RaceGroups(recording, report);
+  text += fmt::format("{}: {} ({} accesses to memory)\n", path,
+                      good         ? "no races"
+                      : races == 1 ? "1 race"
+                                   : fmt::format("{} races", races),
+                      report.accesses);
+  return text;
+}
+
 std::string SummaryOf(const Document& document) {
   return std::visit([](const auto& value) { return Summary(value); }, document);
 }
@@ -110,10 +139,12 @@ int ValidateFile(const std::string& path) {
   }
   const Plan* plan = std::get_if<Plan>(&*document);
   const ReshardPlan* reshard = std::get_if<ReshardPlan>(&*document);
+  const Recording* recording = std::get_if<Recording>(&*document);
   bool good = true;
   std::string verdict;
   if (plan != nullptr) verdict = VerdictText(name, *plan, good);
   if (reshard != nullptr) verdict = VerdictText(name, *reshard, good);
+  if (recording != nullptr) verdict = VerdictText(name, *recording, good);
   const bool has_layouts = reshard == nullptr || CheckReshardLayouts(*reshard);
   const std::string summary = has_layouts ? SummaryOf(*document) : "resharding";
   const std::string text = fmt::format("{}: {}\n{}", name, summary, verdict);
@@ -188,11 +219,13 @@ int ValidateRanks(const std::vector<std::string>& files) {
 
 void AddValidateCommand(CLI::App& app, Invocation& invocation) {
   CLI::App* command = app.add_subcommand(
-      "validate", "Check documents of any kind; for a plan, run the verifier and explain each violation");
+      "validate", "Check documents of any kind; for a plan, run the verifier and explain each violation; for "
+                  "a recording, prove that nothing races");
   command->footer(
       "Examples: shardplan validate trace.json plan.json\n"
       "          shardplan validate --ranks-apart rank0.json rank1.json\n"
-      "Exit code: the worst of all files (0 fine, 1 a plan does not verify, 2 not a plan for each rank,\n"
+      "          shardplan validate recording.json.gz\n"
+      "Exit code: the worst of all files (0 fine, 1 a plan does not verify or a recording races, 2 not a plan for each rank,\n"
       "3 not a document).");
   struct Options {
     std::vector<std::string> files;

@@ -15,6 +15,7 @@
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/optimization.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/recording.h"
 #include "shardplan/schemas/report.h"
 #include "shardplan/schemas/reshard.h"
 #include "shardplan/schemas/strategy.h"
@@ -30,6 +31,7 @@ Result<Report> ParseReport(std::string_view json_text);
 // Written beside a plan by the optimising planner. They are no Documents.
 Result<Certificate> ParseCertificate(std::string_view json_text);
 Result<Optimization> ParseOptimization(std::string_view json_text);
+Result<Recording> ParseRecording(std::string_view json_text);
 Result<StateLayout> ParseStateLayout(std::string_view json_text);
 Result<ReshardPlan> ParseReshard(std::string_view json_text);
 
@@ -47,10 +49,11 @@ void WriteJson(const Plan& plan, const JsonSink& sink,
 std::string ToJson(const Report& report);
 std::string ToJson(const Certificate& certificate);
 std::string ToJson(const Optimization& optimization);
+std::string ToJson(const Recording& recording);
 std::string ToJson(const StateLayout& layout);
 std::string ToJson(const ReshardPlan& plan);
 
-using Document = std::variant<Trace, Cluster, Strategy, Plan, Report, StateLayout, ReshardPlan>;
+using Document = std::variant<Trace, Cluster, Strategy, Plan, Report, StateLayout, ReshardPlan, Recording>;
 // Any of them, told apart by the `schema` field.
 Result<Document> ParseDocument(std::string_view json_text);
 
@@ -63,6 +66,7 @@ Result<Strategy> ReadStrategy(const std::string& path);
 // A plan may have the form of text, too, that plan_text.h writes.
 Result<Plan> ReadPlan(const std::string& path);
 Result<Report> ReadReport(const std::string& path);
+Result<Recording> ReadRecording(const std::string& path);
 Result<Certificate> ReadCertificate(const std::string& path);
 Result<Optimization> ReadOptimization(const std::string& path);
 Result<Document> ReadDocument(const std::string& path);

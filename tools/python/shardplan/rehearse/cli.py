@@ -15,9 +15,9 @@ from shardplan.clusters import BadCluster
 from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, bytes_of, file_name, printable_name
 from shardplan.terminal import complain
 
-from . import page, report, text
+from . import page, recording, report, text
 from .device import DEFAULT_CLUSTER, Device, NoDevice, device_folder, device_of, with_links
-from .launch import Asked, NeedsTooMuch, Outcome, Rehearsal
+from .launch import RECORDED, Asked, NeedsTooMuch, Outcome, Rehearsal
 from .routing import BadRouting, shares_of
 
 _EXIT_DOES_NOT_FIT, _EXIT_USAGE, _EXIT_BAD_INPUT = 1, 2, 3
@@ -108,6 +108,17 @@ def parser() -> argparse.ArgumentParser:
         help="write a page: steps, the curve of allocated memory, the peak by category and module",
     )
     result.add_argument(
+        "--record",
+        type=file_name,
+        metavar="FILE",
+        help="write what the rank issued to its devices (shardplan.recording/1; FILE.gz: compressed)",
+    )
+    result.add_argument(
+        "--races",
+        action="store_true",
+        help="prove that no two accesses to the same memory race, whatever the devices' schedule; exit code 1: some do",
+    )
+    result.add_argument(
         "--keep",
         type=_count,
         nargs="?",
@@ -159,7 +170,7 @@ def _fail(code: int, message: str) -> int:
 def _check_outputs(options: argparse.Namespace, command: list[str]) -> None:
     """Before any work: every output can be written, and is no input and no other output."""
     inputs = [word for word in [options.cluster, options.routing, *command] if word and os.path.isfile(word)]
-    written = [path for path in (options.report, options.snapshot, options.html) if path]
+    written = [path for path in (options.report, options.snapshot, options.html, options.record) if path]
     for i, path in enumerate(written):
         files.check_output(path, inputs)
         if os.path.realpath(path) in map(os.path.realpath, written[:i]) and path != os.devnull:
@@ -186,10 +197,10 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
         history = not options.no_history or bool(options.report or options.html or snapshot)
         asked = Asked(
             command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, history,
-            snapshot, routing, options.keep,
+            snapshot, routing, bool(options.record or options.races), options.keep,
         )
         outcome = Rehearsal(asked, scratch, say).of_rank(options.rank)
-        code = _tell(outcome, device, command)
+        code = _tell(outcome, device, command, may_end_early=bool(options.record or options.races))
         result = outcome.told.get("result")
         if result is not None and result["stretches"]:
             if options.report:
@@ -199,11 +210,31 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
             if snapshot and os.path.exists(snapshot):
                 with files.replacing(options.snapshot) as file, open(snapshot, "rb") as dumped:
                     shutil.copyfileobj(dumped, file.buffer)
+            if options.record or options.races:
+                code = _record(options, outcome, result, device, command) or code
     return code
 
 
-def _tell(outcome: Outcome, device: Device, command: list[str]) -> int:
-    """Prints what became of it. The exit code."""
+def _record(
+    options: argparse.Namespace, outcome: Outcome, result: dict, device: Device, command: list[str]
+) -> int:
+    """Writes the recording, and proves it. The exit code of that."""
+    raw = outcome.folder / RECORDED
+    if not raw.exists():
+        return _fail(_EXIT_BAD_INPUT, "the rank has issued nothing to a device: there is no recording")
+    path = options.record or str(outcome.folder / "recording.json.gz")
+    recording.write(path, raw, result, device, command)
+    if not options.races:
+        return 0
+    code, said, wrong = recording.prove(path)
+    print("\n" + said.replace(f"{path}: ", "").rstrip(), flush=True)
+    if wrong:
+        complain("shardplan rehearse", wrong.rstrip())
+    return code
+
+
+def _tell(outcome: Outcome, device: Device, command: list[str], may_end_early: bool) -> int:
+    """Prints what became of it. The exit code. may_end_early: without a step."""
     told = outcome.told
     if (refused := told.get("refused")) is not None:
         return _fail(refused["code"], printable_name(refused["message"]))
@@ -223,7 +254,7 @@ def _tell(outcome: Outcome, device: Device, command: list[str]) -> int:
             _code_of(outcome) or _EXIT_BAD_INPUT,
             f"the rank's process ended behind step {result['steps']} without Python's exit (exit code {outcome.code})",
         )
-    if result["steps"] == 0:
+    if result["steps"] == 0 and not (may_end_early and outcome.code == 0):
         hint = "a backward ran, and no optimizer of torch.optim stepped" if result["backwards"] else "no backward ran"
         return _fail(
             outcome.code if outcome.code > 0 else _EXIT_BAD_INPUT,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .device import Device
 
+RECORDED = "recorded"  # in the folder of a run
 _SITE = Path(__file__).resolve().parent / "site"
 _GPUS_PER_NODE = 8
 _END_SECONDS = 10  # that a command which is ended may take
@@ -36,6 +37,7 @@ class Asked:
     history: bool
     snapshot: str | None
     routing: tuple[float, ...] | None  # shares of the experts
+    record: bool
     keep: int  # a warm process for the next run, so many idle seconds; 0: none
 
 
@@ -43,6 +45,7 @@ class Asked:
 class Outcome:
     code: int  # of the user's command; negative: the signal that ended it
     told: Mapping[str, dict]  # "result", "refused", "torch", "no_torch", "needs", "sent"
+    folder: Path | None = None  # of the run
     output: str = ""  # of a rank that is rehearsed for another: its last lines
 
 
@@ -60,6 +63,7 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "nccl_bytes": asked.device.nccl_bytes,
         "history": asked.history and until is None,
         "snapshot": asked.snapshot if until is None else None,
+        "record": str(folder / RECORDED) if asked.record and until is None else None,
         "until": until,
         "library_folder": str(asked.library_folder),
     }
@@ -141,7 +145,7 @@ class Rehearsal:
             code = _finished(subprocess.Popen(self._asked.words, env=environment, start_new_session=True, **quiet))
         told = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
         last = log.read_text(errors="replace").splitlines()[-8:] if until else []
-        return Outcome(code, told, "\n".join(last))
+        return Outcome(code, told, folder, "\n".join(last))
 
 
 def _finished(process: subprocess.Popen) -> int:

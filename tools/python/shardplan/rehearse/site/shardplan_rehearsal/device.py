@@ -8,6 +8,7 @@ import ctypes
 import os
 from types import ModuleType
 
+from . import recording
 from .run import refuse, the_run
 
 _unused: list[object] = []  # NCCL backends whose communicators have taken no memory yet
@@ -26,6 +27,7 @@ def begin(torch: ModuleType) -> None:
     # cuDNN is not there. Flash attention takes its place and allocates the same.
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cudnn.enabled = False
+    torch.cuda._lazy_call(recording.begin)
     torch.cuda._lazy_call(lambda: _take(the_run().context_bytes))
 
 

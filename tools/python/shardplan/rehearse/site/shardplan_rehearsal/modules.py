@@ -12,6 +12,7 @@ import threading
 import weakref
 from types import ModuleType
 
+from . import recording
 from .phases import Recorder
 from .run import the_run
 
@@ -62,9 +63,11 @@ def begin(torch: ModuleType, recorder: Recorder) -> None:
     is_compiling = torch.compiler.is_compiling
 
     def mark() -> None:
+        stack = getattr(_running, "stack", None)
+        name = stack[-1][1] if stack else ""
+        recording.module(name)
         if marks:
-            stack = getattr(_running, "stack", None)
-            _mark(torch, FORWARD_MARK, stack[-1][1] if stack else "")
+            _mark(torch, FORWARD_MARK, name)
 
     def enters(module, _arguments) -> None:
         if is_compiling():

@@ -19,7 +19,7 @@ import time
 from types import ModuleType
 from typing import NamedTuple
 
-from . import device
+from . import device, recording
 from .peaks import Peaks
 from .run import the_run
 
@@ -169,6 +169,7 @@ class Recorder:
             stretch.retries, self._retries = stats["num_alloc_retries"] - self._retries, stats["num_alloc_retries"]
             stretch.out_of_memory, self._out_of_memory = stats["num_ooms"] - self._out_of_memory, stats["num_ooms"]
         self.stretches.append(stretch)
+        recording.phase(phase, self.step)
         self._begin_us = now
         if self.when_boundary is not None:
             self.when_boundary()

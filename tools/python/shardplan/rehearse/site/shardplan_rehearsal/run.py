@@ -29,6 +29,7 @@ class Run:
         self.nccl_bytes: int = asked["nccl_bytes"]  # of a communicator of more than one rank
         self.history: bool = asked["history"]
         self.snapshot: str | None = asked["snapshot"]
+        self.record: str | None = asked["record"]  # where the device writes what is issued to it
         self.until: str | None = asked["until"]  # the message that this run is for
         # Idle seconds of a process for the next run; 0: none.
         self.keep = int(os.environ.get("SHARDPLAN_REHEARSE_KEEP", "0"))

@@ -26,6 +26,8 @@ def watch(begins: bool = True) -> None:
     imports.behind("torch.distributed.checkpoint.state_dict_loader", _patch("checkpoints", "patch_loader"))
     imports.behind("torch._inductor.runtime.benchmarking", _patch("timings", "patch_inductor"))
     imports.behind("triton.testing", _patch("timings", "patch_triton"))
+    imports.behind("triton.runtime.jit", _patch("triton_kernels", "patch_triton"))
+    imports.behind("torch._inductor.runtime.triton_heuristics", _patch("triton_kernels", "patch_inductor"))
     imports.behind("torch.autograd.profiler", _patch("timings", "patch_profiler"))
     imports.behind("megatron_fsdp.uneven_dtensor", _patch("libraries", "patch_megatron_fsdp"))
     imports.behind("safetensors.torch", _patch("checkpoints", "patch_safetensors"))

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Happens-before in a recording: a vector clock for each stream, each thread of the host, each record of an
+// event and each object that threads hand over.
+//
+// Work of a stream has the next tick of it. A clock says for each stream up to which tick its work is over.
+// Work is behind what its stream had before, and behind what the thread that issues it has waited for.
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "shardplan/schemas/recording.h"
+
+namespace shardplan {
+
+using Clock = std::vector<std::int32_t>;  // a tick for each stream
+void Join(Clock& into, const Clock& from);
+
+class Order {
+ public:
+  explicit Order(const Recording& recording);
+
+  // The tick of work that the thread issues to the stream now.
+  std::int32_t Issue(RecordedId thread, RecordedId stream);
+  // What is over before work issued to the stream now begins.
+  const Clock& OfStream(RecordedId stream) const { return streams_[static_cast<std::size_t>(stream)]; }
+  // What the thread knows to be over: what it has waited for, and what torch's code in it has been told.
+  const Clock& KnownBy(RecordedId thread) const { return known_[Own(thread)]; }
+
+  void On(const IssuedRecord& event);
+  void On(const IssuedWait& event);
+  void On(const HostWaitForEvent& event);
+  void On(const HostLearned& event);
+  void On(const HostWaitForStream& event);
+  void On(const HostWaitForDevice& event);
+  void On(const MemoryReleased& event, std::int32_t device);
+  void On(const HandOver& event);
+  void On(const TakeOver& event);
+
+ private:
+  // A thread that works for another one shares its clock.
+  std::size_t Own(RecordedId thread) const;
+  void Wait(RecordedId thread, const Clock& clock);
+  void WaitForDevice(RecordedId thread, std::int32_t device);
+
+  const Recording& recording_;
+  std::vector<Clock> streams_, threads_, known_;
+  struct Object {
+    Clock waited, known;
+  };
+  std::unordered_map<std::int64_t, Clock> records_;
+  std::unordered_map<std::int64_t, Object> objects_;
+};
+
+}  // namespace shardplan

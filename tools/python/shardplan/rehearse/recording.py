@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recording of a rehearsed rank as a document (docs/reference/recording-format.md), from what the device wrote as
+it went (device/runtime/recorder.h)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardplan.command import built_command
+
+from .device import Device
+
+_LISTS = ("thread", "stream", "place", "communicator")
+_BUFFER = 1 << 20
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The last line of a rank that was killed may be cut off: it was not issued."""
+    with path.open(encoding="utf-8", errors="backslashreplace", buffering=_BUFFER) as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield line.rstrip("\n")
+
+
+def _of_threads(threads: list[str]) -> list[str]:
+    """autograd's threads work while the one that called backward waits."""
+    names = [json.loads(line)["name"] for line in threads]
+    if "main" not in names:
+        return threads
+    return [
+        json.dumps({"name": name, "works_for": names.index("main")}) if name.startswith("pt_autograd") else line
+        for name, line in zip(names, threads, strict=True)
+    ]
+
+
+def write(path: str, raw: Path, result: dict, device: Device, command: list[str]) -> None:
+    """Writes the document to `path`, compressed if its name ends in .gz. Line by line: a recording may be larger than
+    memory should hold."""
+    lists: dict[str, list[str]] = {name: [] for name in _LISTS}
+    for line in _lines(raw):
+        if line.startswith("{"):
+            ((name, described),) = json.loads(line).items()
+            lists[name].append(json.dumps(described))
+    lists["thread"] = _of_threads(lists["thread"])
+    head = {
+        "schema": "shardplan.recording/1",
+        "job": " ".join(os.path.basename(word) for word in command),
+        "recorded_with": f"torch {result['torch']}",
+        "device": device.name,
+        "rank": result["rank"],
+        "world_size": result["world_size"],
+    }
+
+    def text() -> Iterator[str]:
+        yield "{\n" + "".join(f'  "{name}": {json.dumps(value)},\n' for name, value in head.items())
+        for name, described in lists.items():
+            separator = ",\n    ".join(described)
+            yield f'  "{name}s": [' + (f"\n    {separator}\n  ],\n" if described else "],\n")
+        yield '  "events": ['
+        between = "\n    "
+        for line in _lines(raw):
+            if line.startswith("["):
+                yield between + line
+                between = ",\n    "
+        yield "\n  ]\n}\n" if between.startswith(",") else "]\n}\n"
+
+    partial = f"{path}.part"
+    try:
+        if path.endswith(".gz"):
+            with open(partial, "wb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+                for piece in text():
+                    packed.write(piece.encode())
+        else:
+            with open(partial, "w", encoding="utf-8") as file:
+                file.writelines(text())
+        os.replace(partial, path)
+    finally:
+        if os.path.exists(partial):
+            os.remove(partial)
+
+
+def prove(path: str) -> tuple[int, str, str]:
+    """What `shardplan validate` says of the recording: exit code, standard output, standard error. Raises NoCommand."""
+    done = subprocess.run(
+        [built_command("rehearse"), "validate", path], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
