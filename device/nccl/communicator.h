@@ -53,6 +53,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Communicator(std::shared_ptr<Communicator> parent, std::size_t split, int color, int device, bool blocking);
   ~Communicator();
 
+  // As its process group calls it (ncclConfig_t::commName); "": not said.
+  std::string name;
+
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
   int device() const { return device_; }

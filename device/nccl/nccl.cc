@@ -102,6 +102,7 @@ void Record(Recorder& recorder, const Group::Launched& launched) {
     said.communicator = &communicator;
     said.rank = communicator.rank();
     said.ranks = communicator.ranks();
+    said.communicator_name = communicator.name;
     said.dtype = NameOf(op.dtype);
     std::size_t from = op.count, to = op.count;
     switch (op.kind) {
@@ -261,6 +262,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* handle, int ranks, ncclUniqueId 
   if (file == nullptr && !alone) return ncclSystemError;
   auto communicator =
       std::make_shared<Communicator>(std::move(file), rank, ranks, CurrentDevice(), IsBlocking(config));
+  if (config != nullptr && config->commName != nullptr) communicator->name = config->commName;
   *handle = Add(communicator);
   return communicator->blocking() ? communicator->WaitUntilKnown() : ncclInProgress;
 }

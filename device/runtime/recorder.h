@@ -60,6 +60,7 @@ class Recorder {
   struct Collective {
     std::string_view kind;
     const void* communicator = nullptr;
+    std::string communicator_name;
     int rank = 0, ranks = 0;
     std::string_view dtype;
     std::size_t bytes = 0;

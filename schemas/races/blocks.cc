@@ -76,6 +76,12 @@ Block* Blocks::Of(std::int64_t address) {
   return address < found->second.end ? &found->second : nullptr;
 }
 
+std::int64_t Blocks::BorderBehind(std::int64_t address, std::int64_t end) {
+  if (const Block* block = Of(address)) return std::min(end, block->end);
+  const auto next = blocks_.upper_bound(address);
+  return next == blocks_.end() ? end : std::min(end, next->first);
+}
+
 std::int64_t Blocks::FreeBefore(const Block& block, std::int64_t address) {
   for (const Block::Part& part : block.before) {
     if (part.begin <= address && address < part.end) return part.freed;

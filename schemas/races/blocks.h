@@ -46,6 +46,8 @@ class Blocks {
   void On(const BlockHeld& event, const Order& order);
   // The block that has the byte; null: none.
   Block* Of(std::int64_t address);
+  // The next byte that another block has, or none; at most `end`.
+  std::int64_t BorderBehind(std::int64_t address, std::int64_t end);
   // The free that gave the byte to the block's owner; -1: not known.
   static std::int64_t FreeBefore(const Block& block, std::int64_t address);
 

@@ -23,11 +23,17 @@ class Search {
       number_ = static_cast<std::int64_t>(i);
       std::visit([&](const auto& event) { On(event); }, recording_.events[i]);
     }
+    // What races in this run needs no other one.
+    std::erase_if(report_.races, [&](const Race& race) {
+      return race.kind == RaceKind::kFreedEarly && pairs_.contains({race.first.event, race.second.event});
+    });
     report_.unknown_kernels.assign(unknown_.begin(), unknown_.end());
     return std::move(report_);
   }
 
  private:
+  using Pair = std::pair<std::int64_t, std::int64_t>;
+
   void On(const IssuedLaunch& event) {
     (void)order_.Issue(event.thread, event.stream);
     ++report_.unknown_launches;
@@ -81,21 +87,14 @@ class Search {
     for (const MemoryRegion& region : regions) {
       ++report_.accesses;
       const Access access{stream, tick, {number_, writes, region}};
-      Block* block = blocks_.Of(region.address);
       shadow_.Add(access, [&](const Access& earlier, std::int64_t begin, std::int64_t end) {
-        const auto of = static_cast<std::size_t>(earlier.stream);
-        if (earlier.tick <= order_.OfStream(stream)[of]) return;
-        if (block != nullptr && earlier.tick <= block->ready[of]) return;
-        // torch's allocator of pinned memory asks before it hands memory out, which is not recorded.
-        if (IsPinned(region.address) && earlier.tick <= order_.KnownBy(event.thread)[of]) return;
-        Race race{.first = earlier.what, .second = access.what};
-        if (block != nullptr && earlier.what.event < block->allocated) {
-          race.kind = RaceKind::kReused;
-          race.allocated = block->allocated;
-          race.freed = Blocks::FreeBefore(*block, begin);
+        if (earlier.tick <= order_.OfStream(stream)[static_cast<std::size_t>(earlier.stream)]) return;
+        // The bytes may be of several blocks, each with an owner of its own.
+        for (std::int64_t at = begin; at < end; at = blocks_.BorderBehind(at, end)) {
+          Meet(earlier, access, event.thread, at, blocks_.BorderBehind(at, end));
         }
-        AddRace(std::move(race), begin, end);
       });
+      Block* block = blocks_.Of(region.address);
       if (block != nullptr && !block->early.empty()) MeetEarly(access, *block);
     }
   }
@@ -108,10 +107,29 @@ class Search {
   }
 
   void AddRace(Race race, std::int64_t begin, std::int64_t end) {
-    if (!pairs_.insert({race.first.event, race.second.event}).second) return;
+    std::set<Pair>& pairs = race.kind == RaceKind::kFreedEarly ? early_pairs_ : pairs_;
+    if (!pairs.insert({race.first.event, race.second.event}).second) return;
     race.begin = begin;
     race.bytes = end - begin;
     report_.races.push_back(std::move(race));
+  }
+
+  // An access that the streams do not order behind an earlier one, at this byte.
+  void Meet(const Access& earlier, const Access& access, RecordedId thread, std::int64_t at,
+            std::int64_t end) {
+    const auto of = static_cast<std::size_t>(earlier.stream);
+    const Block* block = blocks_.Of(at);
+    if (block != nullptr && earlier.tick <= block->ready[of]) return;
+    if (!OverlapIn(earlier.what.region, access.what.region, at, end)) return;
+    // torch's allocator of pinned memory asks before it hands memory out, which is not recorded.
+    if (IsPinned(at) && earlier.tick <= order_.KnownBy(thread)[of]) return;
+    Race race{.first = earlier.what, .second = access.what};
+    if (block != nullptr && earlier.what.event < block->allocated) {
+      race.kind = RaceKind::kReused;
+      race.allocated = block->allocated;
+      race.freed = Blocks::FreeBefore(*block, at);
+    }
+    AddRace(std::move(race), at, end);
   }
 
   // The first accesses to a block: it could have been one of those that were freed.
@@ -140,7 +158,7 @@ class Search {
   Blocks blocks_;
   std::map<std::int64_t, std::pair<std::int64_t, std::int32_t>>
       segments_;  // end and device, by the first byte
-  std::set<std::pair<std::int64_t, std::int64_t>> pairs_;
+  std::set<Pair> pairs_, early_pairs_;
   std::set<std::string> unknown_;
   std::int64_t number_ = 0;
   RaceReport report_;

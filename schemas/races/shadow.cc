@@ -8,9 +8,11 @@ namespace {
 
 bool HasGaps(const RacingAccess& access) { return !access.region.strides.empty(); }
 
-bool MayRace(const RacingAccess& a, const RacingAccess& b) {
-  if (!a.writes && !b.writes) return false;
-  return (!HasGaps(a) && !HasGaps(b)) || Overlap(a.region, b.region);
+bool MayRace(const RacingAccess& a, const RacingAccess& b) { return a.writes || b.writes; }
+
+// Two accesses that are in a stretch: do they have a byte of it in common?
+bool Meet(const RacingAccess& a, const RacingAccess& b, std::int64_t begin, std::int64_t end) {
+  return (!HasGaps(a) && !HasGaps(b)) || OverlapIn(a.region, b.region, begin, end);
 }
 
 // Is `later`, of the same stream, in the place of `earlier` for every access to come?
@@ -70,9 +72,8 @@ void Shadow::Look(const RacingAccess& access, const Visit& visit) const {
   const std::int64_t begin = access.region.address, end = begin + SpanBytes(access.region);
   for (auto next = FirstIn(begin); next != stretches_.end() && next->first < end; ++next) {
     for (const Access& earlier : next->second.accesses) {
-      if (MayRace(earlier.what, access)) {
-        visit(earlier, std::max(begin, next->first), std::min(end, next->second.end));
-      }
+      const std::int64_t from = std::max(begin, next->first), to = std::min(end, next->second.end);
+      if (MayRace(earlier.what, access) && Meet(earlier.what, access, from, to)) visit(earlier, from, to);
     }
   }
 }

@@ -19,7 +19,8 @@ struct Access {
 
 class Shadow {
  public:
-  // Asked for each earlier access to the same stretch of which one writes: [begin, end).
+  // Asked for each earlier access to the same stretch [begin, end) of which one writes. Those with gaps may
+  // have no byte of it in common (OverlapIn).
   using Visit = std::function<void(const Access& earlier, std::int64_t begin, std::int64_t end)>;
 
   // Visits what the access may race with, and remembers it. A write of every byte of a stretch forgets what

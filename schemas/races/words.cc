@@ -218,7 +218,7 @@ std::string RaceText(const Recording& recording, const RaceReport& report, std::
     text += AccessLine(recording, race.first, "first");
     if (race.freed >= 0) {
       const auto* freed = std::get_if<BlockFreed>(&recording.events[static_cast<std::size_t>(race.freed)]);
-      text += fmt::format("  freed   {} {}\n", freed != nullptr && freed->is_behind ? "behind" : "at",
+      text += fmt::format("  freed   {} {}\n", freed != nullptr && freed->is_behind ? "after" : "at",
                           EventPlace(recording, race.freed));
     }
     if (race.allocated >= 0) {

@@ -82,6 +82,7 @@ void AddDocuments(std::string_view target, std::vector<std::string>& seeds) {
     if (target == "cluster") seeds.push_back(ToJson(RandomCluster(seed)));
     if (target == "strategy") seeds.push_back(ToJson(RandomStrategy(seed)));
     if (target == "report") seeds.push_back(ToJson(RandomReport(seed)));
+    if (target == "rehearsal") seeds.push_back(ToJson(RandomRecording(seed)));
     if (target == "state_layout") seeds.push_back(ToJson(RandomLayoutPair(seed).first));
     if (target == "reshard") {
       const auto [source, target_layout] = RandomLayoutPair(seed);

@@ -12,6 +12,7 @@
 #include "shardplan/executor/replayer.h"
 #include "shardplan/executor/virtual_backend.h"
 #include "shardplan/planner/planner.h"
+#include "shardplan/races/races.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/plan_text.h"
 #include "shardplan/simulator/allocator_replay.h"
@@ -121,6 +122,12 @@ bool IsSmall(const Plan& plan) {
 void FuzzTrace(std::string_view bytes) { Check(bytes, ParseTrace); }
 void FuzzCluster(std::string_view bytes) { Check(bytes, ParseCluster); }
 void FuzzStrategy(std::string_view bytes) { Check(bytes, ParseStrategy); }
+void FuzzRehearsal(std::string_view bytes) {
+  const Result<Recording> recording = Check(bytes, ParseRecording);
+  if (!recording) return;
+  const RaceReport report = FindRaces(*recording);
+  Require(RaceText(*recording, report, 0).empty() == report.races.empty(), "races are told");
+}
 void FuzzReport(std::string_view bytes) { Check(bytes, ParseReport); }
 void FuzzStateLayout(std::string_view bytes) {
   const Result<StateLayout> layout = Check(bytes, ParseStateLayout);

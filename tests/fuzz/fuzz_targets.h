@@ -15,6 +15,8 @@ void FuzzCluster(std::string_view bytes);
 void FuzzStrategy(std::string_view bytes);
 // Also the text form, the verifier and the difference to itself.
 void FuzzPlan(std::string_view bytes);
+// A recording of a rehearsal, and its races.
+void FuzzRehearsal(std::string_view bytes);
 void FuzzReport(std::string_view bytes);
 void FuzzStateLayout(std::string_view bytes);
 // Also its verifier, its text and, where it verifies, its simulation.
@@ -38,10 +40,11 @@ struct FuzzTarget {
   std::string_view name;
   void (*run)(std::string_view bytes);
 };
-inline constexpr std::array<FuzzTarget, 14> kFuzzTargets = {{{"trace", FuzzTrace},
+inline constexpr std::array<FuzzTarget, 15> kFuzzTargets = {{{"trace", FuzzTrace},
                                                              {"cluster", FuzzCluster},
                                                              {"strategy", FuzzStrategy},
                                                              {"plan", FuzzPlan},
+                                                             {"rehearsal", FuzzRehearsal},
                                                              {"report", FuzzReport},
                                                              {"plan_text", FuzzPlanText},
                                                              {"simulate", FuzzSimulate},

@@ -24,7 +24,7 @@ std::vector<std::string> RandomTexts(std::uint64_t seed) {
   return {ToJson(test::RandomTrace(seed)),    ToJson(test::RandomCluster(seed)),
           ToJson(test::RandomStrategy(seed)), ToJson(test::RandomPlan(seed)),
           ToJson(test::RandomReport(seed)),   ToJson(test::RandomStateLayout(seed)),
-          ToJson(test::RandomReshard(seed))};
+          ToJson(test::RandomReshard(seed)),  ToJson(test::RandomRecording(seed))};
 }
 
 // Calls visit(pointer) for every value below `json`.

@@ -46,6 +46,10 @@ TEST(RoundTrip, Report) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed)
     ExpectRoundTrip(test::RandomReport(seed), ParseReport, seed);
 }
+TEST(RoundTrip, Recording) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed)
+    ExpectRoundTrip(test::RandomRecording(seed), ParseRecording, seed);
+}
 TEST(RoundTrip, StateLayout) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed)
     ExpectRoundTrip(test::RandomStateLayout(seed), ParseStateLayout, seed);
@@ -105,7 +109,7 @@ std::string Example(const std::string& page, const std::string& language, std::s
 
 TEST(RoundTrip, ExamplesOfTheFormatPagesAreCanonical) {
   for (const std::string kind :
-       {"trace", "cluster", "strategy", "plan", "report", "state_layout", "reshard"}) {
+       {"trace", "cluster", "strategy", "plan", "report", "state_layout", "reshard", "recording"}) {
     const Result<std::string> page = ReadFile(SHARDPLAN_SOURCE_DIR "/docs/reference/" + kind + "-format.md");
     ASSERT_TRUE(page.has_value());
     const std::string example = Example(*page, "json");

@@ -14,6 +14,7 @@
 
 #include "schemas/src/diff/field_diff.h"
 #include "schemas/src/documents/plan_fields.h"
+#include "schemas/src/documents/recording_fields.h"
 #include "schemas/src/documents/report_fields.h"
 #include "schemas/src/documents/reshard_fields.h"
 #include "schemas/src/names/enum_names.h"
@@ -435,6 +436,49 @@ Strategy RandomStrategy(std::uint64_t seed) {
     });
   }
   return strategy;
+}
+Recording RandomRecording(std::uint64_t seed) {
+  Recording recording = Random<Recording>(seed);
+  for (std::size_t i = 0; i < recording.places.size(); ++i) {
+    RecordedId& forward = recording.places[i].forward;
+    forward = i == 0 || forward < 0 ? -1 : forward % static_cast<RecordedId>(i);
+  }
+  for (std::size_t i = 0; i < recording.threads.size(); ++i) {
+    RecordedThread& thread = recording.threads[i];
+    thread.works_for =
+        i + 1 < recording.threads.size() && thread.works_for >= 0 ? static_cast<RecordedId>(i + 1) : -1;
+  }
+  for (RecordedCommunicator& communicator : recording.communicators) {
+    communicator.rank %= communicator.size;
+    if (std::ssize(communicator.ranks) != communicator.size) communicator.ranks.clear();
+  }
+  std::int64_t records = 0;
+  for (RecordingEvent& any : recording.events) {
+    std::visit(
+        [&]<typename Event>(Event& event) {
+          const auto repair = [](std::vector<MemoryRegion>& regions) {
+            for (MemoryRegion& region : regions) {
+              region.address %= 1 << 20;
+              region.strides.resize(region.strides.empty() ? 0 : region.shape.size());
+              for (std::int64_t& stride : region.strides) stride %= 100;
+            }
+          };
+          if constexpr (requires { event.reads; }) repair(event.reads);
+          if constexpr (requires { event.writes; }) repair(event.writes);
+          if constexpr (std::is_same_v<Event, IssuedRecord>) event.event = records++;
+        },
+        any);
+    const bool waits = std::visit(
+        []<typename Event>(const Event& event) {
+          return requires { event.event; }
+          &&!std::is_same_v<Event, IssuedRecord>;
+        },
+        any);
+    if (waits) any = PhaseEnded{"forward", 1};
+    // One wait behind each record: the reader wants the number to be known.
+  }
+  if (records > 0) recording.events.emplace_back(IssuedWait{0, -1, 0, records - 1});
+  return recording;
 }
 Report RandomReport(std::uint64_t seed) { return Random<Report>(seed); }
 StateLayout RandomStateLayout(std::uint64_t seed) { return Random<StateLayout>(seed); }

@@ -9,6 +9,7 @@
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/recording.h"
 #include "shardplan/schemas/report.h"
 #include "shardplan/schemas/reshard.h"
 #include "shardplan/schemas/strategy.h"
@@ -21,6 +22,7 @@ Cluster RandomCluster(std::uint64_t seed);
 Strategy RandomStrategy(std::uint64_t seed);
 Plan RandomPlan(std::uint64_t seed);
 Report RandomReport(std::uint64_t seed);
+Recording RandomRecording(std::uint64_t seed);
 StateLayout RandomStateLayout(std::uint64_t seed);
 ReshardPlan RandomReshard(std::uint64_t seed);
 

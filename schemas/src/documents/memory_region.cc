@@ -70,10 +70,17 @@ bool Touches(const Runs& runs, std::size_t depth, std::int64_t base, std::int64_
   return false;
 }
 
-bool AnyRunTouches(const Runs& a, std::size_t depth, std::int64_t base, const Runs& b) {
-  if (depth == a.dims.size()) return Touches(b, 0, b.begin, base, base + a.run_bytes);
+struct Window {
+  std::int64_t begin = 0, end = 0;
+};
+
+bool AnyRunTouches(const Runs& a, std::size_t depth, std::int64_t base, const Runs& b, Window window) {
+  if (depth == a.dims.size()) {
+    const std::int64_t begin = std::max(base, window.begin), end = std::min(base + a.run_bytes, window.end);
+    return begin < end && Touches(b, 0, b.begin, begin, end);
+  }
   for (std::int64_t i = 0; i < a.dims[depth].count; ++i) {
-    if (AnyRunTouches(a, depth + 1, base + i * a.dims[depth].step_bytes, b)) return true;
+    if (AnyRunTouches(a, depth + 1, base + i * a.dims[depth].step_bytes, b, window)) return true;
   }
   return false;
 }
@@ -94,13 +101,18 @@ std::int64_t SpanBytes(const MemoryRegion& region) {
   return (last + 1) * size;
 }
 
-bool Overlap(const MemoryRegion& a, const MemoryRegion& b) {
-  const std::int64_t a_end = a.address + SpanBytes(a), b_end = b.address + SpanBytes(b);
-  if (a.address >= b_end || b.address >= a_end) return false;
-  if (Elements(a) == 0 || Elements(b) == 0) return false;
+bool OverlapIn(const MemoryRegion& a, const MemoryRegion& b, std::int64_t begin, std::int64_t end) {
+  const Window window = {std::max({begin, a.address, b.address}),
+                         std::min({end, a.address + SpanBytes(a), b.address + SpanBytes(b)})};
+  if (window.begin >= window.end) return false;
   const Runs a_runs = RunsOf(a), b_runs = RunsOf(b);
-  return Count(a_runs) <= Count(b_runs) ? AnyRunTouches(a_runs, 0, a_runs.begin, b_runs)
-                                        : AnyRunTouches(b_runs, 0, b_runs.begin, a_runs);
+  return Count(a_runs) <= Count(b_runs) ? AnyRunTouches(a_runs, 0, a_runs.begin, b_runs, window)
+                                        : AnyRunTouches(b_runs, 0, b_runs.begin, a_runs, window);
+}
+
+bool Overlap(const MemoryRegion& a, const MemoryRegion& b) {
+  return OverlapIn(a, b, std::min(a.address, b.address),
+                   std::max(a.address + SpanBytes(a), b.address + SpanBytes(b)));
 }
 
 }  // namespace shardplan

@@ -145,9 +145,9 @@ inline constexpr auto kFields<IssuedCollective> = FieldList(
              "in an all_to_all or a send."),
     Required("reads", &IssuedCollective::reads, "Memory that it reads."),
     Required("writes", &IssuedCollective::writes, "Memory that it writes."),
-    Optional("peer", &IssuedCollective::peer, "send, recv: the other rank of the communicator, or -1.")
+    Required("peer", &IssuedCollective::peer, "send, recv: the other rank of the communicator, or -1.")
         .OrNone(),
-    Optional("batch", &IssuedCollective::batch, "What is issued as one group has one number, or -1.")
+    Required("batch", &IssuedCollective::batch, "What is issued as one group has one number, or -1.")
         .OrNone());
 
 template <>

@@ -10,8 +10,8 @@ namespace shardplan {
 namespace {
 
 constexpr std::array<std::string_view, kRefKinds> kRefNames = {
-    "",     "module", "parameter", "tensor", "forward",      "backward",
-    "unit", "buffer", "stream",    "event",  "communicator", "segment"};
+    "",       "module",       "parameter", "tensor", "forward", "backward", "thread",       "place",
+    "stream", "communicator", "unit",      "buffer", "stream",  "event",    "communicator", "segment"};
 
 std::string_view RefName(RefKind kind) { return kRefNames[static_cast<std::size_t>(kind)]; }
 

@@ -7,6 +7,7 @@
 #include "schemas/src/documents/document_json.h"
 #include "schemas/src/documents/optimization_fields.h"
 #include "schemas/src/documents/plan_fields.h"
+#include "schemas/src/documents/recording_fields.h"
 #include "schemas/src/documents/report_fields.h"
 #include "schemas/src/documents/reshard_fields.h"
 #include "tests/schemas/json_schema/schema_builder.h"
@@ -20,6 +21,10 @@ constexpr std::array<std::string_view, kRefKinds> kListNames = {"",
                                                                 "the pass's tensors",
                                                                 "the trace's forwards",
                                                                 "the trace's backwards",
+                                                                "threads",
+                                                                "places",
+                                                                "streams",
+                                                                "communicators",
                                                                 "units",
                                                                 "buffers",
                                                                 "streams",
@@ -47,6 +52,7 @@ std::vector<JsonSchemaFile> Build(std::vector<std::string>& wordless) {
   Append<Strategy>(kStrategySchema, files, wordless);
   Append<Plan>(kPlanSchema, files, wordless);
   Append<Report>(kReportSchema, files, wordless);
+  Append<Recording>(kRecordingSchema, files, wordless);
   Append<Certificate>(kCertificateSchema, files, wordless);
   Append<Optimization>(kOptimizationSchema, files, wordless);
   Append<StateLayout>(kStateLayoutSchema, files, wordless);

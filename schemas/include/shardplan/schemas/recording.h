@@ -70,6 +70,8 @@ std::int64_t SpanBytes(const MemoryRegion& region);
 // Do they have a byte in common? Of elements, not of spans: two columns of a matrix do not.
 // spans' answer.
 bool Overlap(const MemoryRegion& a, const MemoryRegion& b);
+// The same for the bytes from `begin` to before `end` alone.
+bool OverlapIn(const MemoryRegion& a, const MemoryRegion& b, std::int64_t begin, std::int64_t end);
 
 // ---- events ----
 // Work of a stream. `thread` and `place` issued it.
