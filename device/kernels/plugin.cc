@@ -168,8 +168,13 @@ void Register() {
   ComputesNothing() ? RegisterEmpty() : RegisterOnHost();
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
-    if (std::ranges::find(kPlaced, name.name) == kPlaced.end()) continue;
-    if (const auto op = dispatcher.findSchema(name)) PutBefore<PlacedKernel>(c10::DispatchKey::CUDA, *op);
+    const auto op = dispatcher.findSchema(name);
+    if (!op) continue;
+    if (std::ranges::find(kPlaced, name.name) != kPlaced.end()) {
+      PutBefore<PlacedKernel>(c10::DispatchKey::CUDA, *op);
+    } else if (!name.name.starts_with("aten::") && ComputesNothing()) {
+      PutBefore<OuterKernel>(c10::DispatchKey::CUDA, *op);
+    }
   }
   WatchNodes();
 }

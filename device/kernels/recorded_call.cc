@@ -3,6 +3,7 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
+#include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -149,6 +150,24 @@ void PlacedKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet
   call.Done(*stack);
 }
 
+OuterKernel::OuterKernel(const c10::OperatorHandle& op)
+    : original_(op.getComputedKernelForDispatchKey(c10::DispatchKey::CUDA)) {}
+
+void OuterKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
+  if (!IsRecording()) return original_.callBoxed(op, keys, stack);
+  const std::span<const c10::IValue> given = Last(*stack, op.schema().arguments().size());
+  const c10::Stack arguments(given.begin(), given.end());
+  BeginOuterOperator();
+  try {
+    original_.callBoxed(op, keys, stack);
+  } catch (...) {
+    EndOuterOperator(op.schema().name(), {}, {}, true);
+    throw;
+  }
+  const Accesses accesses = AccessesOf(op, arguments, Last(*stack, op.schema().returns().size()), IsOfDevice);
+  EndOuterOperator(op.schema().name(), accesses.reads, accesses.writes, false);
+}
+
 void RecordOnHost(const c10::OperatorHandle& op, const c10::Stack& arguments,
                   std::span<const c10::IValue> results) {
   const Accesses accesses = AccessesOf(op, arguments, results, IsOfPinned);
@@ -160,6 +179,9 @@ void WatchAllocator() {
   if (!IsRecording()) return;
   static std::once_flag once;
   std::call_once(once, [] {
+    GuardRecords(true);
+    c10::Event(c10::DeviceType::CUDA).record(c10::cuda::getCurrentCUDAStream().unwrap());
+    GuardRecords(false);
     c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const auto& entry) {
       using Entry = std::decay_t<decltype(entry)>;
       if (entry.action_ == Entry::ALLOC) {

@@ -43,6 +43,16 @@ class PlacedKernel final : public c10::OperatorKernel {
   c10::SafeKernelFunction original_;
 };
 
+// A kernel of another library than aten. It may call operators of aten, which say their own accesses.
+class OuterKernel final : public c10::OperatorKernel {
+ public:
+  explicit OuterKernel(const c10::OperatorHandle& op);
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack);
+
+ private:
+  c10::SafeKernelFunction original_;
+};
+
 // Operators of the host that touch memory which devices read and write.
 void RecordOnHost(const c10::OperatorHandle& op, const c10::Stack& arguments,
                   std::span<const c10::IValue> results);

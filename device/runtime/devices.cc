@@ -314,6 +314,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int, unsigned int) { return Answer(cudaEr
 
 cudaError_t cudaDeviceSynchronize() {
   Engine::Get().WaitForDevice(current_device);
+  AwaitDevice(current_device);
   if (Recorder* recorder = Recorder::Get()) {
     recorder->HostWaitsForDevice(current_device, __builtin_return_address(0));
   }

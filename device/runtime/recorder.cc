@@ -20,6 +20,9 @@ namespace {
 
 std::atomic<Recorder*> the_recorder = nullptr;
 pid_t owner = 0;
+// Where c10's guard of CUDA, by which autograd's engine records its events, calls from. It is in the library
+// of the allocator: so it is told by its place there.
+std::atomic<const void*> guards_record = nullptr;
 
 void AppendText(std::string& to, std::string_view text) {
   constexpr std::string_view kHex = "0123456789abcdef";
@@ -56,6 +59,9 @@ struct Here {
   bool in_operator = false;
   int place = -1;                      // of the operator; else the last one
   std::vector<const Stream*> streams;  // of the operator's launches
+  int outer = 0;                       // operators around it, and where the outermost has launched
+  std::vector<const Stream*> outer_streams;
+  bool is_guards = false;    // the event that is recorded is c10's guard's
   std::uintptr_t freed = 0;  // the allocator has been given the block back, and may record events for it
 };
 Here& ThisThread() {
@@ -263,8 +269,11 @@ void Recorder::Communicate(const Stream& stream, const Collective& collective) {
         communicators_.try_emplace(collective.communicator, static_cast<int>(communicators_.size()));
     communicator = entry->second;
     if (is_new) {
-      std::fprintf(file_, "{\"communicator\":{\"size\":%d,\"rank\":%d}}\n", collective.ranks,
-                   collective.rank);
+      std::string described = R"({"communicator":{"size":)" + std::to_string(collective.ranks);
+      described += R"(,"rank":)" + std::to_string(collective.rank) + R"(,"name":)";
+      AppendText(described, collective.communicator_name);
+      described += "}}\n";
+      (void)std::fwrite(described.data(), 1, described.size(), file_);
     }
   }
   line.Number(IdOf(stream)).Text(collective.kind).Number(communicator).Text(collective.dtype);
@@ -276,7 +285,8 @@ void Recorder::Communicate(const Stream& stream, const Collective& collective) {
 
 void Recorder::EventRecorded(Event& event, const Stream& stream, const void* caller) {
   Here& here = ThisThread();
-  if (here.freed != 0 && IsAllocator(caller)) {
+  if (here.is_guards) guards_record = caller;
+  if (here.freed != 0 && IsAllocator(caller) && caller != guards_record) {
     RecordedLine line("hold");
     line.Number(ThreadId()).Number(IdOf(stream)).Number(static_cast<std::int64_t>(here.freed));
     return Write(std::move(line));
@@ -385,7 +395,7 @@ void Recorder::TakenOver(std::uint64_t object) {
 
 void Recorder::Mark(std::string_view phase, int step) {
   RecordedLine line("phase");
-  Write(std::move(line.Text(phase).Number(step)));
+  if (step >= 0) Write(std::move(line.Text(phase).Number(step)));
   const std::lock_guard lock(mutex_);
   (void)std::fflush(file_);
 }
@@ -396,8 +406,9 @@ void NoteLaunch(const Stream& stream, std::string_view name) {
   Recorder* recorder = Recorder::Get();
   if (recorder == nullptr) return;
   Here& here = ThisThread();
-  if (!here.in_operator) return recorder->Kernel(stream, name, false, {}, {});
-  if (std::ranges::find(here.streams, &stream) == here.streams.end()) here.streams.push_back(&stream);
+  if (!here.in_operator && here.outer == 0) return recorder->Kernel(stream, name, false, {}, {});
+  std::vector<const Stream*>& streams = here.in_operator ? here.streams : here.outer_streams;
+  if (std::ranges::find(streams, &stream) == streams.end()) streams.push_back(&stream);
 }
 
 bool IsRecording() { return Recorder::Get() != nullptr; }
@@ -430,6 +441,21 @@ void EndOperator(std::string_view name, std::span<const RecordedTensor> reads,
 
 void AbandonOperator() { ThisThread().in_operator = false; }
 
+void BeginOuterOperator() {
+  Here& here = ThisThread();
+  if (here.outer++ == 0) here.outer_streams.clear();
+}
+
+void EndOuterOperator(std::string_view name, std::span<const RecordedTensor> reads,
+                      std::span<const RecordedTensor> writes, bool raised) {
+  Here& here = ThisThread();
+  Recorder* recorder = Recorder::Get();
+  if (--here.outer > 0 || raised || recorder == nullptr) return;
+  for (const Stream* launched : std::exchange(here.outer_streams, {})) {
+    recorder->Kernel(*launched, name, true, reads, writes);
+  }
+}
+
 bool IsPinned(const void* pointer) {
   const auto range = Memory::Get().Find(pointer);
   return range && range->kind == Memory::Kind::kPinned;
@@ -451,6 +477,8 @@ void RecordFreed(std::uintptr_t address, std::size_t bytes) {
 }
 
 void RecordFreeCompleted() { ThisThread().freed = 0; }
+
+void GuardRecords(bool now) { ThisThread().is_guards = now; }
 
 void RecordUsedOn(std::uintptr_t address, cudaStream_t stream) {
   Recorder* recorder = Recorder::Get();
@@ -496,6 +524,7 @@ void shardplan_record_operator_end(const char* name, int count, const std::uint6
   }
   EndOperator(name, reads, writes, nullptr);
 }
+// step: -1: no phase ends, but all is in the file then.
 void shardplan_record_phase(const char* phase, int step) {
   if (Recorder* recorder = Recorder::Get()) recorder->Mark(phase, step);
 }

@@ -60,6 +60,12 @@ SHARDPLAN_DEVICE_API void EndOperator(std::string_view name, std::span<const Rec
                                       std::span<const RecordedTensor> writes, const cudaStream_t* stream);
 // It raised.
 SHARDPLAN_DEVICE_API void AbandonOperator();
+// The same of an operator that launches kernels of its own beside operators that it calls: these have their
+// own accesses, and are not its.
+SHARDPLAN_DEVICE_API void BeginOuterOperator();
+// raised: nothing is recorded.
+SHARDPLAN_DEVICE_API void EndOuterOperator(std::string_view name, std::span<const RecordedTensor> reads,
+                                           std::span<const RecordedTensor> writes, bool raised);
 // Where memory of the host that devices read and write (pinned) is touched by an operator of the host.
 SHARDPLAN_DEVICE_API bool IsPinned(const void* pointer);
 SHARDPLAN_DEVICE_API void RecordHostOperator(std::string_view name, std::span<const RecordedTensor> reads,
@@ -69,6 +75,8 @@ SHARDPLAN_DEVICE_API void RecordAllocated(std::uintptr_t address, std::size_t by
 SHARDPLAN_DEVICE_API void RecordFreed(std::uintptr_t address, std::size_t bytes);
 // The allocator has the block again, which it was given back by this thread or another one.
 SHARDPLAN_DEVICE_API void RecordFreeCompleted();
+// Between the calls c10's guard records an event.
+SHARDPLAN_DEVICE_API void GuardRecords(bool now);
 SHARDPLAN_DEVICE_API void RecordUsedOn(std::uintptr_t address, cudaStream_t stream);
 // The plug-in says which node's backward this thread runs, and is told when a recording begins.
 struct AutogradWatch {

@@ -21,7 +21,8 @@ struct Event {
   std::shared_ptr<double> reached_ms;  // when the work was done; of the latest record
   bool timing = true;
   std::atomic<unsigned long long> capture = 0;  // of the stream that it was recorded on
-  int device = 0;  // that was current when it was made; it is recorded on streams of no other
+  int device = 0;              // that was current when it was made; it is recorded on streams of no other
+  std::atomic<int> asked = 0;  // how often torch was told that it is not over
   std::atomic<std::int64_t> recording = -1;  // the number of its latest record in a recording; -1: none
 };
 
@@ -30,6 +31,8 @@ int CurrentDevice();
 std::shared_ptr<Stream> StreamOf(cudaStream_t handle);
 std::shared_ptr<Stream> StreamOfDevice(cudaStream_t handle, int device);
 Event* EventOf(cudaEvent_t handle);
+// The host has waited for all that the device has, also for streams on which all was over.
+void AwaitDevice(int device);
 
 // Remembers the error for cudaGetLastError, and returns it. A broken device answers everything with its own.
 cudaError_t Answer(cudaError_t error);

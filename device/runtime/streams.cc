@@ -48,6 +48,16 @@ std::shared_ptr<Stream> StreamOfDevice(cudaStream_t handle, int device) {
   return found == handles.streams.end() ? nullptr : found->second;
 }
 
+void AwaitDevice(int device) {
+  Handles& handles = TheHandles();
+  const std::lock_guard lock(handles.mutex);
+  for (const auto& [handle, stream] : handles.streams) {
+    if (stream->device == device) Engine::Await(Engine::Get().LastOf(stream));
+  }
+  const auto own = handles.default_streams.find(device);
+  if (own != handles.default_streams.end()) Engine::Await(Engine::Get().LastOf(own->second));
+}
+
 Event* EventOf(cudaEvent_t handle) {
   Handles& handles = TheHandles();
   const std::lock_guard lock(handles.mutex);
@@ -55,6 +65,8 @@ Event* EventOf(cudaEvent_t handle) {
 }
 
 namespace {
+
+constexpr int kMostAsked = 10'000;
 
 Point PointOf(Event& event) {
   const std::lock_guard lock(event.mutex);
@@ -74,6 +86,7 @@ cudaError_t Record(cudaEvent_t handle, cudaStream_t stream_handle, const void* c
   if (Recorder* recorder = Recorder::Get()) recorder->EventRecorded(*event, *stream, caller);
   const std::lock_guard lock(event->mutex);
   event->point = point;
+  event->asked = 0;
   event->reached_ms = reached;
   event->capture = stream->capture.load();
   return Answer(cudaSuccess);
@@ -291,7 +304,9 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   if (Recorder* recorder = Recorder::Get()) {
     const void* caller = __builtin_return_address(0);
     const bool is_awaited = point.stream == nullptr || point.stream->awaited >= point.position;
-    if (IsTorch(caller) && !IsAllocator(caller) && !is_awaited) return Answer(cudaErrorNotReady);
+    // Work for which nobody ever waits: a process group that is destroyed asks until it is over.
+    const bool is_asked = IsTorch(caller) && !IsAllocator(caller);
+    if (is_asked && !is_awaited && ++event->asked < kMostAsked) return Answer(cudaErrorNotReady);
     recorder->HostAsked(*event, caller);
   }
   return Answer(cudaSuccess);

@@ -21,7 +21,14 @@ class Search {
   RaceReport Run() {
     for (std::size_t i = 0; i < recording_.events.size(); ++i) {
       number_ = static_cast<std::int64_t>(i);
-      std::visit([&](const auto& event) { On(event); }, recording_.events[i]);
+      std::visit(
+          [&]<typename Event>(const Event& event) {
+            On(event);
+            if constexpr (requires { event.thread; } && !kKeepsLearned<Event>)
+              order_.ForgetLearned(event.thread);
+            if constexpr (std::is_same_v<Event, IssuedCopy>) NoteCopy(event);
+          },
+          recording_.events[i]);
     }
     // What races in this run needs no other one.
     std::erase_if(report_.races, [&](const Race& race) {
@@ -34,6 +41,19 @@ class Search {
  private:
   using Pair = std::pair<std::int64_t, std::int64_t>;
 
+  // What torch's code does when it has been told that work is over.
+  template <typename Event>
+  static constexpr bool kKeepsLearned =
+      std::is_same_v<Event, HostLearned> || std::is_same_v<Event, BlockFreed> ||
+      std::is_same_v<Event, BlockHeld> || std::is_same_v<Event, MemoryReleased> ||
+      std::is_same_v<Event, BlockUsed>;
+  void NoteCopy(const IssuedCopy& event) {
+    for (const auto* regions : {&event.reads, &event.writes}) {
+      for (const MemoryRegion& region : *regions) {
+        if (IsPinned(region.address)) order_.CopiedPinned(event.thread);
+      }
+    }
+  }
   void On(const IssuedLaunch& event) {
     (void)order_.Issue(event.thread, event.stream);
     ++report_.unknown_launches;
@@ -56,7 +76,7 @@ class Search {
         const RacingAccess access{number_, writes, region};
         ++report_.accesses;
         shadow_.Look(access, [&](const Access& earlier, std::int64_t begin, std::int64_t end) {
-          const Clock& over = order_.KnownBy(event.thread);
+          const Clock& over = order_.KnownOfPinned(event.thread);
           if (earlier.tick <= over[static_cast<std::size_t>(earlier.stream)]) return;
           AddRace({.kind = RaceKind::kHost, .first = earlier.what, .second = access}, begin, end);
         });
@@ -122,7 +142,7 @@ class Search {
     if (block != nullptr && earlier.tick <= block->ready[of]) return;
     if (!OverlapIn(earlier.what.region, access.what.region, at, end)) return;
     // torch's allocator of pinned memory asks before it hands memory out, which is not recorded.
-    if (IsPinned(at) && earlier.tick <= order_.KnownBy(thread)[of]) return;
+    if (IsPinned(at) && earlier.tick <= order_.KnownOfPinned(thread)[of]) return;
     Race race{.first = earlier.what, .second = access.what};
     if (block != nullptr && earlier.what.event < block->allocated) {
       race.kind = RaceKind::kReused;

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "shardplan/schemas/recording.h"
@@ -25,8 +26,17 @@ class Order {
   std::int32_t Issue(RecordedId thread, RecordedId stream);
   // What is over before work issued to the stream now begins.
   const Clock& OfStream(RecordedId stream) const { return streams_[static_cast<std::size_t>(stream)]; }
-  // What the thread knows to be over: what it has waited for, and what torch's code in it has been told.
+  // What the thread has waited for, and what torch's code in it has just been told to be over. [Note:
+  // learned] That code gives up at once what it held until then: so what is freed next is behind it. Whatever
+  // the program does next is not, since on another day the answer is "not yet" and it does the same.
   const Clock& KnownBy(RecordedId thread) const { return known_[Own(thread)]; }
+  // The thread does something else.
+  void ForgetLearned(RecordedId thread);
+  // The same for pinned memory, for good: torch's allocator of it asks for the event behind the copy before
+  // it hands a block out again, and that is not recorded.
+  const Clock& KnownOfPinned(RecordedId thread) const { return pinned_[Own(thread)]; }
+  // The thread has issued a copy of pinned memory: the record that follows is the allocator's.
+  void CopiedPinned(RecordedId thread) { copied_pinned_[static_cast<std::size_t>(thread)] = true; }
 
   void On(const IssuedRecord& event);
   void On(const IssuedWait& event);
@@ -45,9 +55,12 @@ class Order {
   void WaitForDevice(RecordedId thread, std::int32_t device);
 
   const Recording& recording_;
-  std::vector<Clock> streams_, threads_, known_;
+  std::vector<Clock> streams_, threads_, known_, pinned_;
+  std::vector<bool> has_learned_;               // of `known_`
+  std::vector<bool> copied_pinned_;             // by thread: its last event was such a copy
+  std::unordered_set<std::int64_t> of_pinned_;  // records
   struct Object {
-    Clock waited, known;
+    Clock waited, pinned;
   };
   std::unordered_map<std::int64_t, Clock> records_;
   std::unordered_map<std::int64_t, Object> objects_;

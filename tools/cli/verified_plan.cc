@@ -41,6 +41,16 @@ Result<Plan> ReadVerifiedPlan(const std::string& path, bool no_verify) {
   return plan;
 }
 
+Result<std::variant<Plan, Recording>> ReadVerifiedPlanOrRecording(const std::string& path, bool no_verify) {
+  Result<std::variant<Plan, Recording>> read = ReadPlanOrRecording(path);
+  if (!read) return read;
+  if (const Plan* plan = std::get_if<Plan>(&*read)) {
+    if (Status verified = VerifyForUse(path, *plan, no_verify); !verified)
+      return std::unexpected(std::move(verified.error()));
+  }
+  return read;
+}
+
 Result<Cluster> ClusterForPlan(const std::string& named, const std::string& plan_path, const Plan& plan,
                                bool quiet) {
   const Result<Cluster> cluster = FindCluster(named, plan.world_size);

@@ -4,10 +4,12 @@
 
 #include <CLI/CLI.hpp>
 #include <string>
+#include <variant>
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/recording.h"
 
 namespace shardplan::cli {
 
@@ -17,6 +19,9 @@ void AddNoVerifyFlag(CLI::App& command, bool& no_verify);
 // kNegative for a plan that does not verify. A violation that PyTorch has, too, is a warning on stderr, as is
 // `no_verify`, which lets everything pass.
 Status VerifyForUse(const std::string& path, const Plan& plan, bool no_verify);
+
+// The same of a plan that may be a recording, which needs no verifier.
+Result<std::variant<Plan, Recording>> ReadVerifiedPlanOrRecording(const std::string& path, bool no_verify);
 
 // ReadPlan, then VerifyForUse.
 Result<Plan> ReadVerifiedPlan(const std::string& path, bool no_verify);

@@ -2,6 +2,7 @@
 // Documents in files, as they are or compressed by gzip; plans in either form.
 #include <optional>
 #include <utility>
+#include <variant>
 
 #include "documents/plan_parts.h"
 #include "files/available_memory.h"
@@ -51,6 +52,20 @@ Result<Document> ParseDocumentInAnyForm(std::string_view text) {
   return Document(std::move(*plan));
 }
 
+using PlanOrRecording = std::variant<Plan, Recording>;
+
+template <typename T>
+Result<PlanOrRecording> Either(Result<T> value) {
+  if (!value) return std::unexpected(std::move(value.error()));
+  return PlanOrRecording(std::move(*value));
+}
+
+Result<PlanOrRecording> ParsePlanOrRecording(std::string_view text) {
+  constexpr std::size_t kHead = 256;  // writers write the schema first
+  const bool is_recording = text.substr(0, kHead).find("shardplan.recording/") != std::string_view::npos;
+  return is_recording ? Either(ParseRecording(text)) : Either(ParsePlanInAnyForm(text));
+}
+
 }  // namespace
 
 Result<Trace> ReadTrace(const std::string& path) { return ReadWith(path, ParseTrace); }
@@ -59,6 +74,10 @@ Result<Strategy> ReadStrategy(const std::string& path) { return ReadWith(path, P
 Result<Plan> ReadPlan(const std::string& path) {
   if (std::optional<Plan> plan = PlanInFile(path)) return std::move(*plan);
   return ReadWith(path, ParsePlanInAnyForm);
+}
+Result<PlanOrRecording> ReadPlanOrRecording(const std::string& path) {
+  if (std::optional<Plan> plan = PlanInFile(path)) return PlanOrRecording(std::move(*plan));
+  return ReadWith(path, ParsePlanOrRecording);
 }
 Result<Report> ReadReport(const std::string& path) { return ReadWith(path, ParseReport); }
 Result<Recording> ReadRecording(const std::string& path) { return ReadWith(path, ParseRecording); }

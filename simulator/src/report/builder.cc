@@ -42,6 +42,13 @@ void FillPhases(const EngineStep& step, const EngineResult& result, Report& repo
   }
 }
 
+void FillActivities(const EngineResult& result, Report& report) {
+  for (std::size_t a = 0; a < kDeviceActivities; ++a) {
+    if (result.activity_ns[a].value > 0)
+      report.activities.push_back({std::string(Name(static_cast<DeviceActivity>(a))), result.activity_ns[a]});
+  }
+}
+
 Bytes ParameterBytes(const Unit& unit) {
   Bytes bytes;
   for (const UnitParameter& parameter : unit.parameters) {
@@ -112,13 +119,6 @@ void FillCollectives(const Plan& plan, const EngineStep& step, const EngineResul
   std::ranges::sort(report.collectives, [](const CollectiveReport& a, const CollectiveReport& b) {
     return std::tie(a.kind, a.communicator, a.cost_source) < std::tie(b.kind, b.communicator, b.cost_source);
   });
-}
-
-void FillActivities(const EngineResult& result, Report& report) {
-  for (std::size_t a = 0; a < kDeviceActivities; ++a) {
-    if (result.activity_ns[a].value > 0)
-      report.activities.push_back({std::string(Name(static_cast<DeviceActivity>(a))), result.activity_ns[a]});
-  }
 }
 
 constexpr std::array<std::string_view, kPhases> kPhaseNames = {"forward", "backward", "optimizer"};
@@ -305,20 +305,42 @@ std::map<DType, std::int64_t> FlopsByDType(const Plan& plan, std::size_t step,
 
 }  // namespace
 
+Nanoseconds AtPeak(const std::map<DType, std::int64_t>& flops, const Cluster& cluster) {
+  Nanoseconds time;
+  for (const auto& [dtype, count] : flops) {
+    const auto rate = std::ranges::find(cluster.device.matmul, dtype, &ComputeRate::dtype);
+    const std::int64_t peak =
+        rate == cluster.device.matmul.end() ? cluster.device.vector_flops_per_second : rate->flops_per_second;
+    if (peak > 0) time += Nanoseconds{MulDiv(count, kNanosecondsPerSecond, peak)};
+  }
+  return time;
+}
+
 ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
                            std::size_t step) {
   ModelFlops flops;
   const std::map<DType, std::int64_t> by_dtype = program.recomputes
                                                      ? FlopsByDType(plan, step, flops.recomputed_flops)
                                                      : FlopsByDType(plan, program, step);
-  for (const auto& [dtype, count] : by_dtype) {
-    flops.flops += count;
-    const auto rate = std::ranges::find(cluster.device.matmul, dtype, &ComputeRate::dtype);
-    const std::int64_t peak =
-        rate == cluster.device.matmul.end() ? cluster.device.vector_flops_per_second : rate->flops_per_second;
-    if (peak > 0) flops.peak_ns += MulDiv(count, kNanosecondsPerSecond, peak);
-  }
+  for (const auto& [dtype, count] : by_dtype) flops.flops += count;
+  flops.peak_ns = AtPeak(by_dtype, cluster).value;
   return flops;
+}
+
+void FillTimes(const EngineStep& step, const EngineResult& result, const EngineResult& synchronized,
+               Report& report) {
+  report.step_ns = result.end_ns;
+  FillPhases(step, synchronized, report);
+  report.compute_ns = result.compute_ns;
+  report.communication_ns = result.communication_ns;
+  report.exposed_communication_ns = result.exposed_ns;
+  report.overlap_ppm =
+      result.communication_ns.value == 0
+          ? kMillion
+          : kMillion - MulDiv(result.exposed_ns.value, kMillion, result.communication_ns.value);
+  report.host_ns = result.host_busy_ns;
+  report.host_work_ns = result.host_work_ns;
+  FillActivities(result, report);
 }
 
 Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
@@ -331,17 +353,7 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
   report.policy = plan.policy;
   report.cluster = cluster.name;
   report.world_size = plan.world_size;
-  report.step_ns = result.end_ns;
-  FillPhases(step, synchronized, report);
-  report.compute_ns = result.compute_ns;
-  report.communication_ns = result.communication_ns;
-  report.exposed_communication_ns = result.exposed_ns;
-  report.overlap_ppm =
-      result.communication_ns.value == 0
-          ? kMillion
-          : kMillion - MulDiv(result.exposed_ns.value, kMillion, result.communication_ns.value);
-  report.host_ns = result.host_busy_ns;
-  report.host_work_ns = result.host_work_ns;
+  FillTimes(step, result, synchronized, report);
   const ModelFlops flops = CountModelFlops(plan, cluster, program, last);
   if (result.end_ns.value > 0) {
     report.tokens_per_second_per_rank =
@@ -358,7 +370,6 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
                             result.unit_forward_ns[u], result.unit_backward_ns[u],
                             result.unit_exposed_ns[u]});
   }
-  FillActivities(result, report);
   FillOperators(plan, program, result, report);
   report.memory = BuildMemory(plan, cluster, memory, host_memory, fit);
   FillNotes(plan, cluster, program, memory, host_memory, flops, report);

@@ -2,6 +2,8 @@
 // The report from what the engine and the memory profile found.
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <string>
 
 #include "shardplan/schemas/plan.h"
@@ -16,6 +18,12 @@ namespace shardplan::internal {
 Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram& program,
                    const EngineResult& result, const EngineResult& synchronized, const MemoryProfile& memory,
                    const MemoryProfile& host_memory, const DeviceFit& fit);
+
+// The parts of a report that are the engine's alone: times of the step and its phases, overlap, activities.
+void FillTimes(const EngineStep& step, const EngineResult& result, const EngineResult& synchronized,
+               Report& report);
+// The time that matrix work takes at the peak rates of its dtypes. 0: the cluster has none.
+Nanoseconds AtPeak(const std::map<DType, std::int64_t>& flops, const Cluster& cluster);
 
 // FLOPs of one rank's step that the model needs: matrix work of forward and backward, what is computed a
 // second time for activation checkpointing left out. `weighted_seconds_ppb` is the time that work takes at

@@ -30,8 +30,6 @@ using Event = nlohmann::ordered_json;
 constexpr int kMainThread = 1;
 constexpr int kAutogradThread = 2;  // backwards run in one of the engine's
 constexpr int kDevice = 0;
-// PyTorch's default stream is 7 in Kineto's counting; others come behind it.
-constexpr int kFirstStream = 7;
 
 // The names of scalar types in c10.
 std::string_view ScalarType(DType dtype) {
@@ -239,8 +237,8 @@ class KinetoWriter final : private PlanRanges {
     NameTrack(kDevice, std::nullopt, cluster_.device.name.empty() ? cluster_.name : cluster_.device.name);
     const std::vector<std::string> streams = EngineStreams(plan_);
     for (std::size_t s = 0; s < streams.size(); ++s) {
-      NameTrack(kDevice, kFirstStream + static_cast<int>(s),
-                fmt::format("stream {} {}", kFirstStream + s, streams[s]));
+      NameTrack(kDevice, internal::kFirstTraceStream + static_cast<int>(s),
+                fmt::format("stream {} {}", internal::kFirstTraceStream + s, streams[s]));
     }
   }
 
@@ -356,7 +354,7 @@ class KinetoWriter final : private PlanRanges {
                             std::max(from, to - Nanoseconds{1}));
     launch["args"] = {{"External id", correlation}, {"correlation", correlation}};
     Write(launch);
-    const int stream = kFirstStream + on.stream;
+    const int stream = internal::kFirstTraceStream + on.stream;
     Event work = Complete(category, kernel, stream, begin, end);
     work["pid"] = kDevice;
     work["args"] = {

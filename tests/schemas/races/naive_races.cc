@@ -16,7 +16,17 @@ class Graph {
   explicit Graph(const Recording& recording) : recording_(recording) {
     for (std::size_t i = 0; i < recording.events.size(); ++i) {
       event_ = i;
-      std::visit([&](const auto& event) { On(event); }, recording.events[i]);
+      std::visit(
+          [&]<typename Event>(const Event& event) {
+            On(event);
+            // What torch has been told counts for what it frees next.
+            constexpr bool frees = std::is_same_v<Event, HostLearned> || std::is_same_v<Event, BlockFreed> ||
+                                   std::is_same_v<Event, BlockHeld>;
+            if constexpr (requires { event.thread; } && !frees) {
+              learned_[Thread(event.thread)] = threads_[Thread(event.thread)];
+            }
+          },
+          recording.events[i]);
     }
   }
 
@@ -79,15 +89,9 @@ class Graph {
         HostWaits(event.thread, past);
     }
   }
-  void On(const HandOver& event) {
-    Merge(objects_[event.object].first, threads_[Thread(event.thread)]);
-    Merge(objects_[event.object].second, learned_[Thread(event.thread)]);
-  }
-  void On(const TakeOver& event) {
-    HostWaits(event.thread, objects_[event.object].first);
-    Merge(learned_[Thread(event.thread)], objects_[event.object].second);
-  }
-  void On(const HostOperator& event) { host_[event_] = learned_[Thread(event.thread)]; }
+  void On(const HandOver& event) { Merge(objects_[event.object], threads_[Thread(event.thread)]); }
+  void On(const TakeOver& event) { HostWaits(event.thread, objects_[event.object]); }
+  void On(const HostOperator& event) { host_[event_] = threads_[Thread(event.thread)]; }
   void On(const BlockAllocated& event) {
     Block block{event.address, event.address + event.size_bytes.value, event.stream,
                 event_,        static_cast<std::size_t>(-1),           {}};
@@ -129,7 +133,7 @@ class Graph {
   std::map<RecordedId, Past> streams_;
   std::map<std::size_t, Past> threads_, learned_;
   std::map<std::int64_t, Past> records_;
-  std::map<std::int64_t, std::pair<Past, Past>> objects_;
+  std::map<std::int64_t, Past> objects_;
   std::vector<Block> blocks_;
   std::vector<Past> known_;
   std::map<std::int64_t, int> freed_bytes_;

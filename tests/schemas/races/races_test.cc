@@ -159,6 +159,31 @@ TEST(Races, ABlockIsReusedWhileAnotherStreamReads) {
             Kinds{});
 }
 
+// What torch is told once does not stay: on another day the answer is "not yet".
+TEST(Races, WhatTorchHasLearnedIsForgottenByTheNextWork) {
+  const auto scene = [] {
+    return Scene().Allocate(0, 0).Write(0, 0).Record(0, 0).Wait(1, 0).Read(1, 0).Record(1, 1).Add(
+        HostLearned{0, 1});
+  };
+  EXPECT_EQ(scene().Free(0).Allocate(0, 0).Write(0, 0).Kinds(), Kinds{});
+  EXPECT_EQ(scene().Write(2, 64).Free(0).Allocate(0, 0).Write(0, 0).Kinds(), Kinds{RaceKind::kReused});
+}
+
+TEST(Races, TheAllocatorOfPinnedMemoryAsksForTheEventBehindItsCopy) {
+  const auto scene = [](bool at_once) {
+    Scene made;
+    made.Add(MemoryReserved{0, Bytes{64}, -1});
+    made.Add(IssuedCopy{0, -1, 0, CopyDirection::kHostToDevice, Bytes{4}, {At(0)}, {At(1000)}});
+    if (!at_once) made.Write(0, 2000);
+    return made.Record(0, 0)
+        .Add(HostLearned{0, 0})
+        .Write(2, 3000)
+        .Add(HostOperator{0, -1, "fill_", {}, {At(0)}});
+  };
+  EXPECT_EQ(scene(true).Kinds(), Kinds{});
+  EXPECT_EQ(scene(false).Kinds(), Kinds{RaceKind::kHost});
+}
+
 TEST(Races, TheNextOwnerMayBeAnotherBlockInAnotherRun) {
   const auto scene = [] { return Scene().Allocate(0, 0).Write(0, 0).Record(0, 0).Wait(1, 0).Read(1, 0); };
   EXPECT_EQ(scene().Free(0).Allocate(0, 64).Write(0, 64).Kinds(), Kinds{RaceKind::kFreedEarly});

@@ -7,11 +7,14 @@
 #include <cstdio>
 #include <memory>
 #include <optional>
+#include <variant>
 
 #include "commands/commands.h"
+#include "commands/recorded_time.h"
 #include "flags/file_flag.h"
 #include "flags/memory_budget.h"
 #include "shardplan/schemas/io.h"
+#include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/caching_allocator.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
@@ -33,6 +36,7 @@ struct SimulateArguments {
   double jitter_percent = 0;
   std::uint64_t seed = 1;
   bool quiet = false;
+  std::int64_t tokens = 0;  // of a recording's step
 };
 
 // Everything that is written for a single plan: its report and its timeline.
@@ -132,6 +136,20 @@ Result<std::string> ApartText(const RanksApartOptions& options, const Plan& plan
   return "\n" + RanksApartText(*apart, alike_ns);
 }
 
+// A recording is simulated alone.
+Status RunRecording(const SimulateArguments& options, const Recording& recording, bool prints) {
+  const bool of_plans = options.sensitivity || options.ranks_apart || !options.html.empty() ||
+                        !options.budget.empty() || options.alloc_conf;
+  if (of_plans) {
+    return MakeError(
+        ErrorCode::kUsage,
+        "a recording is simulated with --cluster, --tokens, --report, --timeline and --kineto alone");
+  }
+  const std::string& trace = options.kineto.empty() ? options.timeline : options.kineto;
+  return SimulateRecorded(recording, {options.plans.front(), options.cluster, options.tokens, options.report,
+                                      trace, options.quiet, prints});
+}
+
 Status RunSimulate(const SimulateArguments& options, bool& fits) {
   if (Status checked = CheckFiles(options); !checked) return checked;
   const Result<std::optional<Bytes>> budget = ParseMemoryBudget(options.budget);
@@ -146,8 +164,14 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
   std::vector<Simulation> simulations;
   std::string uncertainty;
   for (const std::string& path : options.plans) {
-    Result<Plan> plan = ReadVerifiedPlan(path, options.no_verify);
-    if (!plan) return std::unexpected(plan.error());
+    Result<std::variant<Plan, Recording>> read = ReadVerifiedPlanOrRecording(path, options.no_verify);
+    if (!read) return std::unexpected(read.error());
+    if (const auto* recording = std::get_if<Recording>(&*read)) {
+      if (options.plans.size() == 1) return RunRecording(options, *recording, prints);
+      return MakeError(ErrorCode::kUsage,
+                       fmt::format("{} is a recording: it is simulated alone", Printable(path)));
+    }
+    Plan* plan = std::get_if<Plan>(&*read);
     SimulationOptions simulation_options;
     simulation_options.plan_digest = DigestOfJson(*plan);
     if (!options.cluster.empty()) {
@@ -214,12 +238,19 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
   command->footer(
       "Examples: shardplan simulate plan.json --timeline t.json --html r.html\n"
       "          shardplan simulate fsdp1.json fsdp2.json\n"
+      "          shardplan simulate recording.json.gz --cluster h100_sxm --kineto step.json.gz\n"
       "Exit code: 1 when a plan does not verify, or does not fit into the budget or the device's memory.");
   auto options = std::make_shared<SimulateArguments>();
-  command->add_option("PLAN", options->plans, "One or several plans")->required();
+  command->add_option("PLAN", options->plans, "One or several plans, or a recording (with --cluster)")
+      ->required();
   AddFile(*command, "--cluster", options->cluster,
           "Costs from this cluster (a file, a shipped one, or a device) instead of the plan's own");
   AddFile(*command, "--report", options->report, "Write the report (JSON; '-': standard output, no table)");
+  command
+      ->add_option(
+          "--tokens", options->tokens,
+          "Of a recording: tokens of one step of the whole job (default: what its embedding looks up)")
+      ->check(CLI::NonNegativeNumber);
   AddFile(*command, "--timeline", options->timeline, "Write a timeline that Perfetto opens");
   AddFile(*command, "--kineto", options->kineto,
           "Write the step as torch.profiler would (gzip where it ends in .gz): for Perfetto, HTA, TraceLens");

@@ -219,13 +219,15 @@ int ValidateRanks(const std::vector<std::string>& files) {
 
 void AddValidateCommand(CLI::App& app, Invocation& invocation) {
   CLI::App* command = app.add_subcommand(
-      "validate", "Check documents of any kind; for a plan, run the verifier and explain each violation; for "
-                  "a recording, prove that nothing races");
+      "validate",
+      "Check documents of any kind; for a plan, run the verifier and explain each violation; for "
+      "a recording, prove that nothing races");
   command->footer(
       "Examples: shardplan validate trace.json plan.json\n"
       "          shardplan validate --ranks-apart rank0.json rank1.json\n"
       "          shardplan validate recording.json.gz\n"
-      "Exit code: the worst of all files (0 fine, 1 a plan does not verify or a recording races, 2 not a plan for each rank,\n"
+      "Exit code: the worst of all files (0 fine, 1 a plan does not verify or a recording races, 2 not a "
+      "plan for each rank,\n"
       "3 not a document).");
   struct Options {
     std::vector<std::string> files;

@@ -65,6 +65,8 @@ Result<Cluster> ReadCluster(const std::string& path);
 Result<Strategy> ReadStrategy(const std::string& path);
 // A plan may have the form of text, too, that plan_text.h writes.
 Result<Plan> ReadPlan(const std::string& path);
+// A plan in either form, or a recording, by the `schema` field; what is neither is no plan.
+Result<std::variant<Plan, Recording>> ReadPlanOrRecording(const std::string& path);
 Result<Report> ReadReport(const std::string& path);
 Result<Recording> ReadRecording(const std::string& path);
 Result<Certificate> ReadCertificate(const std::string& path);

@@ -223,7 +223,7 @@ def _record(
     if not raw.exists():
         return _fail(_EXIT_BAD_INPUT, "the rank has issued nothing to a device: there is no recording")
     path = options.record or str(outcome.folder / "recording.json.gz")
-    recording.write(path, raw, result, device, command)
+    recording.write(path, raw, outcome.told, device, command)
     if not options.races:
         return 0
     code, said, wrong = recording.prove(path)

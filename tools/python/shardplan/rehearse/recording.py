@@ -8,7 +8,7 @@ import gzip
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardplan.command import built_command
@@ -38,14 +38,29 @@ def _of_threads(threads: list[str]) -> list[str]:
     ]
 
 
-def write(path: str, raw: Path, result: dict, device: Device, command: list[str]) -> None:
+def _with_flops(line: str, flops: dict[str, int]) -> str:
+    """A kernel with its floating-point operations, where they are known."""
+    if not flops or not line.startswith('["kernel"'):
+        return line
+    _, _, _, _, name, reads, writes = json.loads(line)
+    count = flops.get(
+        json.dumps([name, [r["shape"] for r in reads], [w["shape"] for w in writes]], separators=(",", ":")), 0
+    )
+    return f"{line[:-1]},{count}]" if count else line
+
+
+def write(path: str, raw: Path, told: Mapping[str, dict], device: Device, command: list[str]) -> None:
     """Writes the document to `path`, compressed if its name ends in .gz. Line by line: a recording may be larger than
-    memory should hold."""
+    memory should hold. told: "result" of the rank, and "described", which a rank that was killed lacks."""
+    result, described = told["result"], told.get("described", {})
+    flops, groups = described.get("flops", {}), described.get("groups", {})
     lists: dict[str, list[str]] = {name: [] for name in _LISTS}
     for line in _lines(raw):
         if line.startswith("{"):
-            ((name, described),) = json.loads(line).items()
-            lists[name].append(json.dumps(described))
+            ((name, element),) = json.loads(line).items()
+            if name == "communicator":
+                element = {**element, **groups.get(element["name"], {"name": ""})}
+            lists[name].append(json.dumps(element))
     lists["thread"] = _of_threads(lists["thread"])
     head = {
         "schema": "shardplan.recording/1",
@@ -58,14 +73,14 @@ def write(path: str, raw: Path, result: dict, device: Device, command: list[str]
 
     def text() -> Iterator[str]:
         yield "{\n" + "".join(f'  "{name}": {json.dumps(value)},\n' for name, value in head.items())
-        for name, described in lists.items():
-            separator = ",\n    ".join(described)
-            yield f'  "{name}s": [' + (f"\n    {separator}\n  ],\n" if described else "],\n")
+        for name, elements in lists.items():
+            separator = ",\n    ".join(elements)
+            yield f'  "{name}s": [' + (f"\n    {separator}\n  ],\n" if elements else "],\n")
         yield '  "events": ['
         between = "\n    "
         for line in _lines(raw):
             if line.startswith("["):
-                yield between + line
+                yield between + _with_flops(line, flops)
                 between = ",\n    "
         yield "\n  ]\n}\n" if between.startswith(",") else "]\n}\n"
 

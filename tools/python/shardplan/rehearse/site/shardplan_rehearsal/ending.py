@@ -14,7 +14,7 @@ import time
 import traceback
 from types import ModuleType
 
-from . import checkpoints, device, history, kept, modules, rank
+from . import checkpoints, device, history, kept, modules, rank, recording
 from .phases import Recorder
 from .run import stop, the_run
 
@@ -70,6 +70,7 @@ def _tell(torch: ModuleType, recorder: Recorder, end: str, error: BaseException 
     recorder.end()
     document = _document(torch, recorder, end, error, place)
     run.tell("result", document)  # whatever happens to the rest
+    recording.end(torch)
     if not torch.cuda.is_initialized():
         return
     if run.snapshot:

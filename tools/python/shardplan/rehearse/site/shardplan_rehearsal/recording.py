@@ -5,10 +5,13 @@ tells it what Python alone knows."""
 from __future__ import annotations
 
 import ctypes
+import sys
+from types import ModuleType
 
 from .run import the_run
 
 _library: ctypes.CDLL | None = None
+_groups: dict[str, dict] = {}  # by c10d's name
 
 
 def begin() -> None:
@@ -27,6 +30,39 @@ def begin() -> None:
         handovers.patch(library.shardplan_record_hand_over, library.shardplan_record_take_over)
 
 
+def learn_groups() -> None:
+    """The process groups that there are now: a script may destroy them before it ends."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if _library is None or c10d is None:
+        return
+    for group, name in list(c10d._world.pg_names.items()):
+        ranks = c10d._world.pg_group_ranks.get(group)
+        if ranks:
+            _groups[name] = {"ranks": sorted(ranks, key=ranks.__getitem__), "name": getattr(group, "group_desc", "")}
+
+
+def watch_groups(c10d: ModuleType) -> None:
+    destroy = c10d.destroy_process_group
+
+    def destroy_process_group(*arguments: object, **settings: object) -> None:
+        learn_groups()
+        destroy(*arguments, **settings)
+
+    c10d.destroy_process_group = destroy_process_group
+
+
+def end(torch: ModuleType) -> None:
+    """Writes what the device does not know beside what it has written."""
+    path = the_run().record
+    if _library is None or path is None:
+        return
+    learn_groups()
+    _library.shardplan_record_phase(b"", -1)  # all is in the file
+    from . import flops
+
+    the_run().tell("described", {"groups": _groups, "flops": flops.of_recorded(torch, path)})
+
+
 def module(name: str) -> None:
     """The module whose forward this thread runs now; "": none."""
     if _library is not None:
@@ -36,6 +72,7 @@ def module(name: str) -> None:
 def phase(name: str, step: int) -> None:
     """It ends here."""
     if _library is not None:
+        learn_groups()
         _library.shardplan_record_phase(name.encode(), step)
 
 

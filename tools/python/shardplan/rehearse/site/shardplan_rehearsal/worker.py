@@ -43,10 +43,11 @@ def _patch(piece: str, function: str):
 
 
 def _patch_c10d(c10d: ModuleType) -> None:
-    from . import objects, played_groups
+    from . import objects, played_groups, recording
 
     played_groups.patch(c10d)
     objects.patch(c10d)
+    recording.watch_groups(c10d)
 
 
 def begin(torch: ModuleType) -> None:
