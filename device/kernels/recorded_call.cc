@@ -61,6 +61,13 @@ bool ReadsShapesAlone(std::string_view name) {
          name == "aten::zero_";
 }
 
+// Fused optimizers write gradients where a loss scale is taken out of them, and else read them alone.
+bool KeepsGradients(const c10::FunctionSchema& schema, const c10::Stack& arguments, std::size_t i) {
+  if (!schema.name().starts_with("aten::_fused_") || schema.arguments()[i].name() != "grads") return false;
+  const std::optional<int> scale = schema.argumentIndexWithName("grad_scale");
+  return scale && arguments[static_cast<std::size_t>(*scale)].isNone();
+}
+
 struct Accesses {
   std::vector<RecordedTensor> reads, writes;
 };
@@ -71,7 +78,7 @@ Accesses AccessesOf(const c10::OperatorHandle& op, const c10::Stack& arguments,
   Accesses accesses;
   const bool shapes_alone = ReadsShapesAlone(schema.name());
   for (std::size_t i = 0; i < arguments.size(); ++i) {
-    const bool written = IsWritten(schema.arguments()[i]);
+    const bool written = IsWritten(schema.arguments()[i]) && !KeepsGradients(schema, arguments, i);
     if (!written && shapes_alone) continue;
     Add(written ? accesses.writes : accesses.reads, arguments[i], is_recorded);
   }

@@ -10,23 +10,26 @@
 namespace shardplan::internal {
 namespace {
 
-// Their first tensor is read where the indices point, as much as is written.
-constexpr std::array<std::string_view, 6> kLookups = {"aten::embedding",    "aten::index",
-                                                      "aten::index_select", "aten::gather",
-                                                      "aten::take",         "aten::_embedding_bag"};
+// Their first tensor is read where the indices point, as much as is written: as the tracer has it
+// (tools/python/shardplan/tracer/operators.py).
+constexpr std::array<std::string_view, 6> kLookups = {"aten::embedding", "aten::index_select",
+                                                      "aten::gather",    "aten::index",
+                                                      "aten::take",      "aten::nll_loss_forward"};
 // In place, and what was there before is not read.
 constexpr std::array<std::string_view, 9> kOverwrites = {
     "aten::copy_",   "aten::fill_",    "aten::zero_",          "aten::_foreach_copy_", "aten::_foreach_zero_",
     "aten::normal_", "aten::uniform_", "aten::_foreach_fill_", "aten::random_"};
 
-std::int64_t SizeOf(const MemoryRegion& region) {
-  std::int64_t bytes = SizeBytes(region.dtype);
+// Each once: an expanded dimension is one element.
+std::int64_t ElementsOf(const MemoryRegion& region) {
+  std::int64_t elements = 1;
   for (std::size_t d = 0; d < region.shape.size(); ++d) {
     const bool expanded = !region.strides.empty() && region.strides[d] == 0;
-    if (!expanded) bytes *= region.shape[d];
+    if (!expanded) elements *= region.shape[d];
   }
-  return bytes;
+  return elements;
 }
+std::int64_t SizeOf(const MemoryRegion& region) { return ElementsOf(region) * SizeBytes(region.dtype); }
 
 const MemoryRegion* LargestFloating(const std::vector<MemoryRegion>& regions) {
   const MemoryRegion* largest = nullptr;
@@ -51,8 +54,15 @@ OperatorEvent OperatorOf(const IssuedKernel& kernel) {
   event.flops = kernel.flops;
   const std::int64_t written = BytesOf(kernel.writes);
   std::int64_t read = BytesOf(kernel.reads);
-  if (std::ranges::find(kLookups, kernel.name) != kLookups.end() && !kernel.reads.empty()) {
-    read += std::min(written, SizeOf(kernel.reads.front())) - SizeOf(kernel.reads.front());
+  const bool looks_up = std::ranges::find(kLookups, kernel.name) != kLookups.end();
+  if (looks_up && kernel.reads.size() > 1) {
+    const MemoryRegion& table = kernel.reads.front();
+    const bool is_loss = kernel.name == "aten::nll_loss_forward";  // one element of each row
+    const std::int64_t rows = is_loss ? ElementsOf(kernel.reads[1]) * SizeBytes(table.dtype) : written;
+    read += std::min(rows, SizeOf(table)) - SizeOf(table);
+  }
+  if (kernel.name == "aten::nll_loss_backward" && kernel.reads.size() > 1) {
+    read -= SizeOf(kernel.reads[1]);  // there for its shape
   }
   const bool in_place = kernel.name.ends_with('_') || kernel.name.starts_with("aten::_fused_");
   if (in_place && std::ranges::find(kOverwrites, kernel.name) == kOverwrites.end()) read += written;

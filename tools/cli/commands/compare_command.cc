@@ -7,9 +7,11 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "commands/commands.h"
+#include "commands/recorded_time.h"
 #include "flags/file_flag.h"
 #include "shardplan/schemas/io.h"
 #include "shardplan/schemas/printable.h"
@@ -197,14 +199,39 @@ Status RunMeasured(const CompareArguments& arguments, const Plan& plan, const st
                    MeasuredText(*comparison, simulation->report, measured));
 }
 
+// A recording's time beside a measured step, row by row. It has no units to find causes in.
+Status RunRecorded(const CompareArguments& arguments, const Recording& recording, const Document& other,
+                   bool prints) {
+  const auto* measured = std::get_if<Report>(&other);
+  if (measured == nullptr) {
+    return std::unexpected(Error{.code = ErrorCode::kBadInput,
+                                 .message = "a recording is compared with a measured report",
+                                 .file = arguments.b,
+                                 .pointer = "/schema",
+                                 .found = "another document",
+                                 .expected = "a report of import-profile"});
+  }
+  if (!arguments.json.empty() || !arguments.html.empty()) {
+    return MakeError(ErrorCode::kUsage,
+                     "--json and --html are of plans: a recording's step has no causes by unit");
+  }
+  const Result<RecordedTime> time = TimeOfRecording(recording, arguments.a, arguments.cluster, 0);
+  if (!time) return std::unexpected(time.error());
+  return prints ? PrintText(ComparisonTable({time->simulation.report, *measured})) : Status{};
+}
+
 Status RunCompare(const CompareArguments& arguments) {
   const std::vector<OutputFile> outputs = {{"--json", arguments.json}, {"--html", arguments.html}};
   const bool prints = !HasStandardOutput(outputs);
   if (Status s = CheckOutputs({arguments.a, arguments.b, arguments.cluster}, outputs, prints); !s) return s;
-  Result<Plan> a = ReadVerifiedPlan(arguments.a, arguments.no_verify);
-  if (!a) return std::unexpected(a.error());
+  Result<std::variant<Plan, Recording>> first = ReadVerifiedPlanOrRecording(arguments.a, arguments.no_verify);
+  if (!first) return std::unexpected(first.error());
   Result<Document> other = ReadDocument(arguments.b);
   if (!other) return std::unexpected(other.error());
+  if (const auto* recording = std::get_if<Recording>(&*first)) {
+    return RunRecorded(arguments, *recording, *other, prints);
+  }
+  Plan* const a = std::get_if<Plan>(&*first);
   if (const auto* measured = std::get_if<Report>(&*other)) {
     const std::string digest = DigestOfJson(*a);
     if (Status s = MoveToCluster(arguments, arguments.a, *a); !s) return s;
@@ -255,7 +282,8 @@ void AddCompareCommand(CLI::App& app, Invocation& invocation) {
       "          shardplan compare plan.json measured.json --html page.html\n"
       "measured.json: shardplan import-profile.");
   auto options = std::make_shared<CompareArguments>();
-  command->add_option("A", options->a, "A plan")->required();
+  command->add_option("A", options->a, "A plan, or a recording (with --cluster and a measured report)")
+      ->required();
   command->add_option("B", options->b, "Another, or a measured report")->required();
   AddFile(*command, "--cluster", options->cluster,
           "Costs from this cluster (a file, a shipped one, or a device) instead of the plans' own");

@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <string>
 
+#include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/recording.h"
+#include "shardplan/simulator/simulate_recording.h"
 
 namespace shardplan::cli {
 
@@ -19,7 +21,15 @@ struct RecordedTimeArguments {
   bool prints = true;
 };
 
-// kUsage: no cluster is named.
+// The report of its time on the cluster with as many ranks as the job. kUsage: no cluster is named.
+struct RecordedTime {
+  Cluster cluster;
+  RecordingSimulation simulation;
+};
+Result<RecordedTime> TimeOfRecording(const Recording& recording, const std::string& path,
+                                     const std::string& cluster, std::int64_t tokens);
+
+// The same, written and printed.
 Status SimulateRecorded(const Recording& recording, const RecordedTimeArguments& arguments);
 
 }  // namespace shardplan::cli

@@ -71,9 +71,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--cluster",
         type=file_name,
-        default=DEFAULT_CLUSTER,
         metavar="FILE|NAME",
-        help=f"whose device it is: a file, a shipped one, or a device (default: {DEFAULT_CLUSTER})",
+        help=(
+            "whose device it is: a file, a shipped one, or a device; the time of a step on it is printed, too "
+            f"(default: the device of {DEFAULT_CLUSTER}, and no time)"
+        ),
     )
     result.add_argument(
         "--device-memory",
@@ -114,6 +116,19 @@ def parser() -> argparse.ArgumentParser:
         help="write what the rank issued to its devices (shardplan.recording/1; FILE.gz: compressed)",
     )
     result.add_argument(
+        "--kineto",
+        type=file_name,
+        metavar="FILE",
+        help="with --cluster: write the step as torch.profiler would, for Perfetto (FILE.gz: compressed)",
+    )
+    result.add_argument(
+        "--tokens",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="with --cluster: tokens of one step of the whole job (default: what its embedding looks up)",
+    )
+    result.add_argument(
         "--races",
         action="store_true",
         help="prove that no two accesses to the same memory race, whatever the devices' schedule; exit code 1: some do",
@@ -149,6 +164,8 @@ def main() -> int:
             "what to rehearse is missing: the command that starts the training goes behind --, as in shardplan "
             "rehearse --gpus 64 -- torchrun train.py"
         )
+    if (options.kineto or options.tokens) and not options.cluster:
+        parser().error("--kineto and --tokens are of a step's time: give --cluster")
     if options.gpus is not None and options.rank >= options.gpus:
         parser().error(f"--rank {options.rank}: of {options.gpus} ranks the last is {options.gpus - 1}")
     try:
@@ -170,7 +187,7 @@ def _fail(code: int, message: str) -> int:
 def _check_outputs(options: argparse.Namespace, command: list[str]) -> None:
     """Before any work: every output can be written, and is no input and no other output."""
     inputs = [word for word in [options.cluster, options.routing, *command] if word and os.path.isfile(word)]
-    written = [path for path in (options.report, options.snapshot, options.html, options.record) if path]
+    written = [path for path in (options.report, options.snapshot, options.html, options.record, options.kineto) if path]
     for i, path in enumerate(written):
         files.check_output(path, inputs)
         if os.path.realpath(path) in map(os.path.realpath, written[:i]) and path != os.devnull:
@@ -178,7 +195,7 @@ def _check_outputs(options: argparse.Namespace, command: list[str]) -> None:
 
 
 def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
-    device = device_of(options.cluster, options.gpus, options.device_memory)
+    device = device_of(options.cluster or DEFAULT_CLUSTER, options.gpus, options.device_memory)
     routing = None if options.routing is None else shares_of(options.routing)
     folder = device_folder()
     if shutil.which(command[0]) is None:
@@ -197,40 +214,53 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
         history = not options.no_history or bool(options.report or options.html or snapshot)
         asked = Asked(
             command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, history,
-            snapshot, routing, bool(options.record or options.races), options.keep,
+            snapshot, routing, bool(options.record or options.races or options.cluster), options.keep,
         )
         outcome = Rehearsal(asked, scratch, say).of_rank(options.rank)
         code = _tell(outcome, device, command, may_end_early=bool(options.record or options.races))
         result = outcome.told.get("result")
         if result is not None and result["stretches"]:
+            timed = None
+            if options.record or options.races or options.cluster:
+                refused, timed = _recorded(options, outcome, device, command)
+                code = code or refused
             if options.report:
-                files.write_text(options.report, json.dumps(report.report_of(result, device, command), indent=2) + "\n")
+                document = report.report_of(result, device, command, timed)
+                files.write_text(options.report, json.dumps(document, indent=2) + "\n")
             if options.html:
                 files.write_text(options.html, page.page(result, device, command))
             if snapshot and os.path.exists(snapshot):
                 with files.replacing(options.snapshot) as file, open(snapshot, "rb") as dumped:
                     shutil.copyfileobj(dumped, file.buffer)
-            if options.record or options.races:
-                code = _record(options, outcome, result, device, command) or code
     return code
 
 
-def _record(
-    options: argparse.Namespace, outcome: Outcome, result: dict, device: Device, command: list[str]
-) -> int:
-    """Writes the recording, and proves it. The exit code of that."""
+def _recorded(
+    options: argparse.Namespace, outcome: Outcome, device: Device, command: list[str]
+) -> tuple[int, dict | None]:
+    """Writes the recording, times and proves it. The exit code of that, and the report of the time."""
     raw = outcome.folder / RECORDED
     if not raw.exists():
-        return _fail(_EXIT_BAD_INPUT, "the rank has issued nothing to a device: there is no recording")
+        if not (options.record or options.races):
+            return 0, None
+        return _fail(_EXIT_BAD_INPUT, "the rank has issued nothing to a device: there is no recording"), None
     path = options.record or str(outcome.folder / "recording.json.gz")
     recording.write(path, raw, outcome.told, device, command)
+    timed = None
+    if options.cluster:
+        try:
+            time = recording.time_of(path, device, options.tokens, options.kineto, outcome.folder)
+            print("\n" + time.text, flush=True)
+            timed = time.report
+        except recording.NoTime as error:
+            complain("shardplan rehearse", f"no time: {printable_name(str(error))}")
     if not options.races:
-        return 0
+        return 0, timed
     code, said, wrong = recording.prove(path)
     print("\n" + said.replace(f"{path}: ", "").rstrip(), flush=True)
     if wrong:
         complain("shardplan rehearse", wrong.rstrip())
-    return code
+    return code, timed
 
 
 def _tell(outcome: Outcome, device: Device, command: list[str], may_end_early: bool) -> int:

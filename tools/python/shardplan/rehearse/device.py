@@ -39,6 +39,7 @@ class Device:
     nccl_bytes: int  # of a communicator of more than one rank
     capability: str  # "9.0"
     multiprocessors: int
+    document: str  # the cluster's
 
     @property
     def cuda_name(self) -> str:
@@ -108,4 +109,5 @@ def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Devic
         answer["nccl_buffer_bytes"],
         capability,
         device.get("multiprocessors", _OTHER_MULTIPROCESSORS),
+        answer["text"],
     )

@@ -4,6 +4,7 @@ it went (device/runtime/recorder.h)."""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -11,7 +12,8 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from shardplan.command import built_command
+from shardplan.command import EXIT_ENVIRONMENT, built_command
+from shardplan.files import CannotWrite
 
 from .device import Device
 
@@ -97,6 +99,35 @@ def write(path: str, raw: Path, told: Mapping[str, dict], device: Device, comman
     finally:
         if os.path.exists(partial):
             os.remove(partial)
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """The time of the last whole step on the cluster."""
+
+    text: str
+    report: dict  # shardplan.report/1
+
+
+class NoTime(Exception):
+    """The cluster cannot say it: it lacks links, or ranks."""
+
+
+def time_of(path: str, device: Device, tokens: int, kineto: str | None, scratch: Path) -> Time:
+    """kineto: also written as torch.profiler would. Raises NoTime, NoCommand, CannotWrite."""
+    cluster, report = scratch / "cluster.json", scratch / "report.json"
+    cluster.write_text(device.document)
+    words = [
+        built_command("rehearse"), "simulate", path, "--cluster", str(cluster), "-q", "--report", str(report),
+        "--tokens", str(tokens),
+    ]  # fmt: skip
+    done = subprocess.run(
+        [*words, *(["--kineto", kineto] if kineto else [])], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        said = done.stderr.strip().removeprefix("shardplan: error: ").replace(str(cluster), device.cluster)
+        raise CannotWrite(said) if done.returncode == EXIT_ENVIRONMENT else NoTime(said)
+    return Time(done.stdout.rstrip(), json.loads(report.read_text()))
 
 
 def prove(path: str) -> tuple[int, str, str]:

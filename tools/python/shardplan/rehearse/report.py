@@ -8,14 +8,15 @@ import os
 from . import text
 from .device import Device
 
-# A rehearsal takes no time that means anything. The fields are there in every report.
+# The fields are there in every report. Without a cluster they are 0.
 _TIMES = (
     "step_ns", "forward_ns", "backward_ns", "optimizer_ns", "compute_ns", "communication_ns",
     "exposed_communication_ns", "overlap_ppm", "host_ns", "tokens_per_second_per_rank", "model_flops_utilization_ppm",
 )
 
 
-def report_of(result: dict, device: Device, command: list[str]) -> dict:
+def report_of(result: dict, device: Device, command: list[str], timed: dict | None) -> dict:
+    """timed: the report of the recorded step's time; None: it has none."""
     peak = result.get("peak")
     categories = dict(peak["categories"]) if peak else {"allocated": result["allocated_bytes"]}
     if result["communicators"]:
@@ -27,9 +28,9 @@ def report_of(result: dict, device: Device, command: list[str]) -> dict:
         "policy": "rehearsed",
         "cluster": device.cluster,
         "world_size": result["world_size"],
-        **dict.fromkeys(_TIMES, 0),
-        "streams": [],
-        "collectives": [],
+        **({name: timed[name] for name in _TIMES} if timed else dict.fromkeys(_TIMES, 0)),
+        "streams": timed["streams"] if timed else [],
+        "collectives": timed["collectives"] if timed else [],
         "units": [],
         "memory": {
             "peak_bytes": result["allocated_bytes"],
@@ -50,8 +51,8 @@ def report_of(result: dict, device: Device, command: list[str]) -> dict:
             "collectives_missing": 0,
         },
         "notes": [
-            "rehearsed: the script ran on a device in software on which nothing is computed; times have no meaning "
-            "and are 0",
+            "rehearsed: the script ran on a device in software on which nothing is computed",
+            *(timed["notes"] if timed else ["without a cluster times have no meaning and are 0"]),
             "the other ranks are played: each gives what this rank gives",
             "nccl_buffers is an estimate: 16 channels of the default buffers for each communicator",
         ],
