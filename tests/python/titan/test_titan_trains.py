@@ -26,10 +26,12 @@ PARALLELISM = {
     "cp": ("context_parallel_degree", "2"), "ep": ("expert_parallel_degree", "2"),
     "local": ("spmd_backend", "partial_dtensor"),
 }
+MICRO_BATCHES = {"twice": 2, "thrice": 3}
 # Two parameter groups in a block where experts have a mesh of their own.
 CASES = [
     ("llama3", 2, ""), ("llama3", 4, "hsdp"), ("llama3", 4, "tp"), ("llama3", 4, "tp local"), ("llama3", 2, "cp"),
     ("deepseek_v3", 2, "ep"), ("qwen3", 4, "ep"), ("qwen3", 4, "ep local"), ("gpt_oss", 4, "ep"),
+    ("llama3", 2, "twice"), ("llama3", 2, "thrice"), ("deepseek_v3", 4, "ep twice"),
 ]
 
 
@@ -38,6 +40,10 @@ def test_a_plan_trains_as_fsdp2_does(tmp_path, model, ranks, degrees):
     module, config = MODELS[model]
     words = ["--module", module, "--config", config]
     for degree in degrees.split():
+        if degree in MICRO_BATCHES:
+            batches = titan_ranks.BATCH * ranks * MICRO_BATCHES[degree]
+            words += ["--training.global_batch_size", str(batches)]
+            continue
         name, value = PARALLELISM[degree]
         words += [f"--parallelism.{name}", value]
     outcomes = adapter_workers.run_on_ranks(ranks, tmp_path / "ranks", titan_ranks.trained, words)
