@@ -197,6 +197,7 @@ def test_compile_and_full_checkpointing_are_the_strategys(planned):
         (("--module", "llama3"), 2, "--config is required"),
         (("--module", "llama3", "--config", "llama3_9b"), 3, "Config function 'llama3_9b' not found"),
         (("--module", "llama5", "--config", "llama3_8b"), 3, "Cannot import module 'llama5'"),
+        (("--module", "llama3", "--config", "model_registry"), 3, "missing 1 required positional argument: 'flavor'"),
         ((*MODELS["llama3"], "--cluster", "nothing"), 3, "no such cluster"),
         ((*MODELS["llama3"], "--parallelism.tensor_paralel_degree", "2"), 2, "Unrecognized options"),
         (
@@ -205,13 +206,24 @@ def test_compile_and_full_checkpointing_are_the_strategys(planned):
         ),
         ((*MODELS["llama3"], "--parallelism.spmd_backend", "full_dtensor"), 3, "full_dtensor is not traced"),
         ((*MODELS["llama3"], "--parallelism.tensor_parallel_degree", "3"), 3, "Invalid parallel dims"),
+        ((*MODELS["llama3"], "--parallelism.tensor_parallel_degree", "16"), 3, "16 together, and the job has 8 ranks"),
+        ((*MODELS["llama3"][:4], "--training.local_batch_size", "0"), 3, "training.local_batch_size is 0"),
+        ((*MODELS["llama3"], "--routing", "nosuch.json"), 3, "--routing nosuch.json: cannot read it"),
         ((*MODELS["llama3"], "--optimizer.implementation", "fused_opt_states_bf16"), 3, "fused_opt_states_bf16"),
     ],
 )
 def test_errors(words, code, said, tmp_path):
     done = run("-q", *words, cwd=tmp_path)
     assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and (code != 3 or len(done.stderr.splitlines()) == 1)
+
+
+def test_an_attention_whose_batch_is_read_is_planned(planned):
+    """varlen: the builder is called twice, on fake tensors and on such with values."""
+    printed, _, strategy, _, _ = planned("--module", "llama3", "--config", "llama3_debugmodel_varlen_attn", *SMALL)
+    assert "tokens/s of the job: " in printed
+    modules = [fqn for rule in strategy["units"] for fqn in rule["modules"]]
+    assert sorted(modules) == sorted(["", "tok_embeddings", *(f"layers.{i}" for i in range(6)), "norm", "lm_head"])
 
 
 def test_a_package_that_torchtitans_parser_needs_is_named(tmp_path):
