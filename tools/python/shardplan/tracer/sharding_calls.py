@@ -98,7 +98,7 @@ class Sharding:
             self.step.append((len(self._passes), call))
 
     def begin_building(self) -> None:
-        """What was built before is given up, and what was noted of it."""
+        """Notes of a model that was built before, and is given up, go."""
         for noted in (self.units, self.setup, self.shared, self.unsaid):
             noted.clear()
 
