@@ -7,6 +7,7 @@ import sys
 import unittest.mock
 from typing import Any
 
+from shardplan.installing import in_checkout
 from shardplan.titan.unplanned import why_not_planned
 from shardplan.tracer.errors import EnvironmentProblem, TracerError
 
@@ -43,4 +44,5 @@ def why_not_imported(error: ImportError) -> EnvironmentProblem:
     """torchtitan, or a package that it needs, is not there."""
     missing = isinstance(error, ModuleNotFoundError) and error.name
     package = error.name.partition(".")[0] if missing else "torchtitan"
-    return EnvironmentProblem(f"cannot import torchtitan: {error} (pip install {package})")
+    how = "tools/setup" if package == "torchtitan" and in_checkout() else f"pip install {package}"
+    return EnvironmentProblem(f"cannot import torchtitan: {error} ({how})")
