@@ -142,6 +142,7 @@ void Runtime::AddParameter(UnitId unit, std::unique_ptr<ModelParameter> paramete
 }
 
 bool Runtime::BetweenSteps() const {
+  if (fallback_.active()) return false;
   const TriggerKind next = replayer_->Expected().kind;
   return replayer_->AtStepBegin() || next == TriggerKind::kOptimizerStep || next == TriggerKind::kZeroGrad ||
          next == TriggerKind::kStepEnd;

@@ -123,7 +123,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
 
   // ---- from the user ----
   // The plan's next user call of the unit, which would else be passed with the next hook. One that is not in
-  // the plan gathers (frees) the unit for as long as no step of the plan runs.
+  // the plan gathers (frees) the unit for as long as no step follows the plan.
   void Unshard(UnitId unit);
   void Reshard(UnitId unit);
   // A call of the user's that only a plan has. Throws where it does not have one of the unit here.
@@ -262,6 +262,7 @@ class Runtime : public Model, public std::enable_shared_from_this<Runtime> {
   std::string Explained(const std::string& expected, UnitId unit);
   void GiveUpIfInterrupted(UnitId entered);
   bool ReducesAll() const;
+  bool IsAnotherMicrobatch() const;
   void CheckIsNoMicrobatch();
   Status BindFlatViews(UnitId unit, BufferId buffer);
   bool MissesPostBackward(UnitId unit) const;

@@ -25,6 +25,7 @@ bool Runtime::PassUserCall(UnitId unit) {
 }
 
 void Runtime::Unshard(UnitId unit) {
+  if (fallback_.active()) return on_demand_.Unshard(unit);
   if (PassUserCall(unit) || units_[unit].unsharded) return;
   if (!BetweenSteps()) {
     throw TrainingError(ErrorCode::kUsage, fmt::format("the plan has no call of unshard of {} here ({})",
@@ -114,20 +115,23 @@ bool Runtime::FollowsLastBackward() const {
 }
 
 bool Runtime::BeginsForward() const {
-  return now_.forward_root == kNoUnit && !fallback_.active() && BetweenSteps();
+  return now_.forward_root == kNoUnit && BetweenSteps() && !IsAnotherMicrobatch();
 }
 
 bool Runtime::BeginsStep() const { return at::GradMode::is_enabled() && BeginsForward(); }
 
-// A forward before a known optimizer steps, with gradients that are held, is another micro-batch.
+// Does a forward come before a known optimizer steps, with gradients that are held?
+bool Runtime::IsAnotherMicrobatch() const {
+  return user_.awaits_optimizer && user_.optimizer_seen && at::GradMode::is_enabled() &&
+         replayer_->Expected().kind == TriggerKind::kOptimizerStep && !handover_.IsDropped();
+}
+
 void Runtime::CheckIsNoMicrobatch() {
   if (!user_.awaits_optimizer || fallback_.active() || !at::GradMode::is_enabled()) return;
   if (replayer_->Expected().kind == TriggerKind::kUserCall &&
       tables_.order.NextUserCallsTakeGradients(Position()))
     return (void)Deviate("a forward", "finalize_backward(): this is another micro-batch");
-  if (!user_.optimizer_seen) return;
-  if (replayer_->Expected().kind != TriggerKind::kOptimizerStep || handover_.IsDropped()) return;
-  Deviate("a forward", "optimizer.step(): this is another micro-batch");
+  if (IsAnotherMicrobatch()) Deviate("a forward", "optimizer.step(): this is another micro-batch");
 }
 
 std::string Runtime::RequiresGradChange() const {

@@ -21,6 +21,7 @@ from flat_equivalence import clean
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 
 import shardplan.torch as sp
+from shardplan.torch._replay.applied import applied_to
 
 STEPS = 4
 
@@ -91,13 +92,14 @@ def _marked(mark: Callable, root: Callable, head: bool = True) -> nn.Module:
     return model
 
 
-def _trained(model: nn.Module, sets: bool) -> dict[str, torch.Tensor]:
+def _trained(model: nn.Module, sets: bool, micro_batches: int = 1) -> dict[str, torch.Tensor]:
     """Losses, gradients and parameters of every step."""
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), {}
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        loss = _in_chunks(model, model(torch.randn(4, 8, generator=generator).to(DEVICE)), sets)
-        loss.backward()
+        for _ in range(micro_batches):
+            loss = _in_chunks(model, model(torch.randn(4, 8, generator=generator).to(DEVICE)), sets)
+            loss.backward()
         seen[f"loss {step}"] = loss.detach()
         for fqn, parameter in model.named_parameters():
             gradient = torch.zeros(()) if parameter.grad is None else local(parameter.grad).clone()
@@ -108,12 +110,13 @@ def _trained(model: nn.Module, sets: bool) -> dict[str, torch.Tensor]:
 
 
 def backwards_inside_the_loss(how: str, folder: str) -> tuple[float, str]:
-    """how: under sp.auto "with" the setters around the chunks or "without", or by a "planned" step that must not
-    deviate. The way "planned_in_root": the head is no unit, so that no hook runs in the backwards of the chunks. The
+    """how: under sp.auto "with" the setters around the chunks or "without", "with_twice" in two micro-batches a step,
+    or by a "planned" step that must not deviate. The way "planned_in_root": the head is no unit, so that no hook runs in the backwards of the chunks. The
     way "flat": under FSDP1."""
     if how.startswith("flat"):
         return _flat(how == "flat_bf16", folder)
-    theirs = _trained(_marked(fully_shard, fully_shard, head=how != "planned_in_root"), how == "with")
+    sets, micro_batches = how in ("with", "with_twice"), 2 if how == "with_twice" else 1
+    theirs = _trained(_marked(fully_shard, fully_shard, head=how != "planned_in_root"), sets, micro_batches)
     if how.startswith("planned"):
         plan = _plan(pathlib.Path(folder), modules=("layers.*",) if how == "planned_in_root" else ("layers.*", "head"))
         return largest_difference(
@@ -122,7 +125,9 @@ def backwards_inside_the_loss(how: str, folder: str) -> tuple[float, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of steps on demand
         model = _marked(sp.unit, lambda model: sp.auto(model, plans=None, quiet=True, optimizer="sgd"))
-        ours = _trained(model, how == "with")
+        ours = _trained(model, sets, micro_batches)
+    if deviation := applied_to(model).runtime.deviation:  # the last steps follow a plan
+        raise RuntimeError(deviation)
     return largest_difference(ours, theirs)
 
 
@@ -155,4 +160,4 @@ def _flat(in_bf16: bool, folder: str) -> tuple[float, str]:
     return largest_difference(_trained(ours, sets=False), _trained(theirs, sets=False))
 
 
-LOSSES = ("with", "without", "planned", "planned_in_root", "flat", "flat_bf16")
+LOSSES = ("with", "with_twice", "without", "planned", "planned_in_root", "flat", "flat_bf16")

@@ -199,6 +199,8 @@ def test_activations_that_no_device_holds_are_told_at_once(tmp_path):
         ([TRACE, "--part", "4/3"], 2, "I/N"),
         ([TRACE, "--budget", "80 parsecs"], 2, "80GiB"),
         ([TRACE, "--vary", "unit"], 2, "FLAG"),
+        ([TRACE, "--vary", "parallelism.tensor_parallel_degree=1,2"], 2, "expected torchtitan:MODULE:CONFIG"),
+        (["torchtitan:llama3", "--vary", "activation_checkpoint="], 2, "a key of torchtitan's"),
         (["--merge", TRACE, "-o", "/dev/null"], 3, "another sweep"),
     ],
 )

@@ -2,6 +2,7 @@
 """`shardplan torchtitan`: units, meshes and settings are those that torchtitan's own parallelize makes with PyTorch's
 fully_shard; what a plan does not have ends with its name."""
 
+import csv
 import functools
 import importlib.util
 import json
@@ -137,11 +138,14 @@ def test_experts_of_ep_over_tp_are_cut_along_both(planned):
 
 
 def test_what_is_printed(planned):
-    printed, plan, strategy, _, _ = planned(*words_of("llama3"))
+    printed, plan, strategy, _, folder = planned(*words_of("llama3"))
     assert printed.startswith("torchtitan llama3 debugmodel, 8 ranks (dp_shard 8), 2 x 512 tokens\n")
     for line in ("step  ", "tokens/s per GPU", "reserved", "fits", "tokens/s of the job: "):
         assert line in printed
     assert plan["world_size"] == 8 and strategy["optimizer"] == {"kind": "adamw", "implementation": "fused"}
+    report = json.loads((folder / "report.json").read_text())
+    rate = 8 * 2 * 512 * 10**9 // report["step_ns"]
+    assert f"tokens/s of the job: {rate:,}\n" in printed
 
 
 def test_selective_checkpointing_is_that_of_the_release(planned):
@@ -197,6 +201,7 @@ def test_compile_and_full_checkpointing_are_the_strategys(planned):
         (("--module", "llama3"), 2, "--config is required"),
         (("--module", "llama3", "--config", "llama3_9b"), 3, "Config function 'llama3_9b' not found"),
         (("--module", "llama5", "--config", "llama3_8b"), 3, "Cannot import module 'llama5'"),
+        (("--module", "llama3", "--config", "model_registry"), 3, "missing 1 required positional argument: 'flavor'"),
         ((*MODELS["llama3"], "--cluster", "nothing"), 3, "no such cluster"),
         ((*MODELS["llama3"], "--parallelism.tensor_paralel_degree", "2"), 2, "Unrecognized options"),
         (
@@ -205,13 +210,24 @@ def test_compile_and_full_checkpointing_are_the_strategys(planned):
         ),
         ((*MODELS["llama3"], "--parallelism.spmd_backend", "full_dtensor"), 3, "full_dtensor is not traced"),
         ((*MODELS["llama3"], "--parallelism.tensor_parallel_degree", "3"), 3, "Invalid parallel dims"),
+        ((*MODELS["llama3"], "--parallelism.tensor_parallel_degree", "16"), 3, "16 together, and the job has 8 ranks"),
+        ((*MODELS["llama3"][:4], "--training.local_batch_size", "0"), 3, "training.local_batch_size is 0"),
+        ((*MODELS["llama3"], "--routing", "nosuch.json"), 3, "--routing nosuch.json: cannot read it"),
         ((*MODELS["llama3"], "--optimizer.implementation", "fused_opt_states_bf16"), 3, "fused_opt_states_bf16"),
     ],
 )
 def test_errors(words, code, said, tmp_path):
     done = run("-q", *words, cwd=tmp_path)
     assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and (code != 3 or len(done.stderr.splitlines()) == 1)
+
+
+def test_an_attention_whose_batch_is_read_is_planned(planned):
+    """varlen: the builder is called twice, on fake tensors and on such with values."""
+    printed, _, strategy, _, _ = planned("--module", "llama3", "--config", "llama3_debugmodel_varlen_attn", *SMALL)
+    assert "tokens/s of the job: " in printed
+    modules = [fqn for rule in strategy["units"] for fqn in rule["modules"]]
+    assert sorted(modules) == sorted(["", "tok_embeddings", *(f"layers.{i}" for i in range(6)), "norm", "lm_head"])
 
 
 def test_a_package_that_torchtitans_parser_needs_is_named(tmp_path):
@@ -221,16 +237,55 @@ def test_a_package_that_torchtitans_parser_needs_is_named(tmp_path):
     assert done.returncode == 4 and "(pip install typeguard)" in done.stderr, done.stderr
 
 
-def test_variants_are_a_table(tmp_path):
-    rows = tmp_path / "rows.json"
-    done = run(
-        "-q", *words_of("deepseek_v3"), "--cluster", "h100_sxm_8", "--report", rows, "--vary",
-        "parallelism.expert_parallel_degree=2,3", "--vary", "activation_checkpoint=none",
-    )
+VARIED = ("--vary", "parallelism.expert_parallel_degree=2,3", "--vary", "activation_checkpoint=none")
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    """The table's lines, the rows."""
+    rows = tmp_path_factory.mktemp("variants") / "rows.json"
+    done = run("-q", *words_of("deepseek_v3"), "--cluster", "h100_sxm_8", "--report", rows, *VARIED)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    return done.stdout.splitlines(), json.loads(rows.read_text())
+
+
+def test_variants_are_a_table(variants):
+    lines, written = variants
     assert lines[0].split()[:2] == ["expert_parallel_degree", "activation_checkpoint"]
     assert lines[2].split()[:2] == ["2", "none"] and lines[3].split()[:3] == ["3", "none", "-"]
     assert lines[4].startswith("parallelism.expert_parallel_degree 3, activation_checkpoint none: ")
-    written = json.loads(rows.read_text())
     assert written[0]["tokens_per_second"] > 0 and "error" in written[1]
+
+
+def test_a_sweep_has_the_same_variants(variants, tmp_path):
+    _, written = variants
+    rows = tmp_path / "rows.csv"
+    words = [f"--trace-flag={word}" for word in words_of("deepseek_v3")[8:]]  # behind module, config and SMALL
+    done = subprocess.run(
+        [
+            build_folder() / "bin" / "shardplan", "sweep", "torchtitan:deepseek_v3:deepseek_v3_debugmodel", "--batch",
+            "2", "--seq", "512", "--cluster", "h100_sxm_8", *VARIED, *words, "-q", "-o", rows,
+        ],
+        capture_output=True, text=True, timeout=600, check=False, env={**os.environ, "SHARDPLAN_PYTHON": sys.executable},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = list(csv.DictReader(rows.read_text().splitlines()))
+    for theirs, ours in zip(written, found, strict=True):
+        assert {key: ours[key] for key in theirs if "." in key} == {key: theirs[key] for key in theirs if "." in key}
+        assert ours["error"] == theirs.get("error", "")
+        if "error" not in theirs:
+            assert ours["step_ms"] == f"{theirs['step_ms']:.3f}" and ours["fits"] == "yes"
+            assert int(ours["tokens_per_second"]) == theirs["tokens_per_second"]
+            assert ours["reserved_gib"] == f"{theirs['reserved_gib']:.3f}"
+
+
+@pytest.mark.parametrize(
+    "varied, said",
+    [
+        ("parallelism.nope=1", "parallelism.nope 1: Unrecognized options: --parallelism.nope, 1\n"),
+        ("training.seq_len=x", "training.seq_len x: Error parsing --training.seq-len: invalid literal for int() with"),
+    ],
+)
+def test_a_variant_that_torchtitans_parser_refuses_says_so(varied, said):
+    done = run("-q", *MODELS["llama3"][:4], "--vary", varied)
+    assert done.returncode == 2 and said in done.stdout, done.stdout + done.stderr

@@ -62,6 +62,13 @@ def plain():
     return model
 
 
+def reading():
+    """It is called twice: the second time on tensors with values."""
+    model = plain()
+    assert torch.ones(2).nonzero().numel() == 2
+    return model
+
+
 def without_mesh():
     mesh(("dp", RANKS))
     model = Model()

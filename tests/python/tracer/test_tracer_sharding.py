@@ -14,7 +14,7 @@ from test_tracer_distributed import COMMAND, HERE
 
 SHARDPLAN = build_folder() / "bin" / "shardplan"
 BUILDERS = (
-    "plain", "without_mesh", "without_root", "hybrid", "nested", "placed", "on_meshes", "tensor_parallel",
+    "plain", "reading", "without_mesh", "without_root", "hybrid", "nested", "placed", "on_meshes", "tensor_parallel",
     "checkpointed", "chunked",
 )
 

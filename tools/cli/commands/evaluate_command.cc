@@ -50,9 +50,11 @@ Answer Refusal(std::string_view command, const Error& error) {
 }
 
 // `budget`: of what the allocator may reserve for the plan. `why`: WhyNoRanksFit.
-Answer AnswerOf(const Report& report, const std::optional<Bytes>& budget, std::string_view why) {
+Answer AnswerOf(const Plan& plan, const Report& report, const std::optional<Bytes>& budget,
+                std::string_view why) {
   return {{"step_ns", report.step_ns.value},
           {"world_size", report.world_size},
+          {"tokens_per_step", plan.tokens_per_step * plan.world_size / plan.ranks_per_batch},  // of all ranks
           {"tokens_per_second_per_rank", report.tokens_per_second_per_rank},
           {"model_flops_utilization_ppm", report.model_flops_utilization_ppm},
           {"exposed_communication_ns", report.exposed_communication_ns.value},
@@ -100,7 +102,7 @@ class Evaluator {
     const Result<Simulation> simulation = Simulate(plan_, {.record_timeline = false, .fit = fit});
     if (!simulation) return Refusal("simulate", simulation.error());
     const bool fits = simulation->report.memory.fits;
-    return AnswerOf(simulation->report, AllocatorBudget(plan_, fit),
+    return AnswerOf(plan_, simulation->report, AllocatorBudget(plan_, fit),
                     fits ? std::string() : WhyNoRanksFit(plan_, fit));
   }
 

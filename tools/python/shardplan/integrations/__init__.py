@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import accelerate, torchtitan
-
 
 def use_plans(framework: Any, **options: Any) -> None:
     """From now on what the framework shards trains by plans instead of FSDP2.
@@ -15,6 +13,9 @@ def use_plans(framework: Any, **options: Any) -> None:
     torchtitan, before its trainer is built. ValueError for one that does not shard with FSDP2.
     options: what shardplan.torch.auto takes besides fully_shard's arguments: policy, budget, allow, cluster, plans, ...
     """
+    # Not above: `python -m shardplan.integrations.torchtitan` imports this package before it runs that module.
+    from . import accelerate, torchtitan
+
     of = torchtitan if hasattr(framework, "model_spec") else accelerate
     of.use_plans(framework, **options)
 

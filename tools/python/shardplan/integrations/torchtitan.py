@@ -11,17 +11,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import sys
+import types
+import unittest.mock
 from typing import Any
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 import shardplan.torch as sp
+from shardplan.command import ArgumentParser, printable_name
 from shardplan.integrations.marking import marking
 from shardplan.terminal import complain
+from shardplan.titan.configuration import configuration, why_not_imported
 from shardplan.titan.unplanned import why_not_planned
+from shardplan.tracer.errors import EXIT_BAD_INPUT, TracerError
 
-_EXIT_USAGE = 2
+_NAME = "shardplan.integrations.torchtitan"
+_USAGE = "torchrun --nproc_per_node N -m shardplan.integrations.torchtitan --module NAME --config NAME [...]"
+_DESCRIPTION = """\
+torchtitan's trainer by plans. All arguments are those of torchtitan.train; with a module and a configuration --help
+lists them."""
 
 
 def use_plans(config: Any, **options: Any) -> None:
@@ -52,23 +63,39 @@ def use_plans(config: Any, **options: Any) -> None:
 
 def main() -> None:
     """torchtitan.train's."""
-    import torchtitan.train
-    from torchtitan.config.manager import ConfigManager
+    try:
+        _check(sys.argv[1:])
+        train = _torchtitans_train()
+        config = configuration(sys.argv[1:], _NAME)
+        use_plans(config)
+        with unittest.mock.patch.object(train.ConfigManager, "parse_args", lambda *_, **__: config):
+            train.main()
+    except (TracerError, sp.PlanError) as error:  # on all ranks, and the first one says it
+        if int(os.environ.get("RANK", "0")) == 0:
+            complain(_NAME, printable_name(str(error).removeprefix("shardplan: ")))
+        raise SystemExit(error.exit_code if isinstance(error, TracerError) else EXIT_BAD_INPUT) from error
 
-    parse = ConfigManager.parse_args
 
-    @functools.wraps(parse)
-    def parse_args(self: Any, *arguments: Any, **more: Any) -> Any:
-        config = parse(self, *arguments, **more)
-        try:
-            use_plans(config)
-        except ValueError as error:
-            complain("shardplan.integrations.torchtitan", str(error).removeprefix("shardplan: "))
-            raise SystemExit(_EXIT_USAGE) from error
-        return config
+def _check(words: list[str]) -> None:
+    parser = ArgumentParser(prog=_NAME, usage=_USAGE, description=_DESCRIPTION, add_help=False, allow_abbrev=False)
+    parser.add_argument("--module", metavar="NAME", help="which models (llama3)")
+    parser.add_argument("--config", metavar="NAME", help="a configuration of theirs (llama3_8b)")
+    given, _ = parser.parse_known_args(words)
+    if given.module and given.config:
+        return
+    if {"-h", "--help"} & set(words):
+        parser.print_help()
+        raise SystemExit(0)
+    parser.error("--module and --config are required: --module llama3 --config llama3_debugmodel")
 
-    ConfigManager.parse_args = parse_args
-    torchtitan.train.main()
+
+def _torchtitans_train() -> types.ModuleType:
+    """Imported before a configuration is, which would not say which package is missing."""
+    try:
+        import torchtitan.train
+    except ImportError as error:
+        raise why_not_imported(error) from error
+    return torchtitan.train
 
 
 if __name__ == "__main__":

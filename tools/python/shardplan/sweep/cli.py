@@ -20,6 +20,7 @@ from shardplan.sweep.configurations import Configuration
 from shardplan.sweep.evaluate import Evaluator
 from shardplan.sweep.solve import QUESTIONS, solve
 from shardplan.terminal import ProgressBar
+from shardplan.titan import variants
 
 _DESCRIPTION = (
     "Plan and simulate every combination of the given values, or find the largest batch or sequence, or the fewest "
@@ -30,6 +31,8 @@ examples:
   shardplan sweep llama.json --batch 1,2,4 --seq 4096,8192 --ranks 8,16,64 --cluster h100_sxm_64,b200_64 -o sweep.csv
   shardplan sweep trace.json --policy fsdp1,fsdp2 --vary 'reshard-after-forward=true|false|-' -o sweep.csv -- \
 --param-dtype bfloat16
+  shardplan sweep torchtitan:deepseek_v3:deepseek_v3_16b --cluster h100_sxm_64 \
+--vary parallelism.expert_parallel_degree=1,2,4,8 -o sweep.csv
   shardplan sweep llama.json --seq 8192 --solve max-batch --cluster h100_sxm_8 -- --checkpoint 'model.layers.*'
   shardplan sweep ... -o part3.csv --part 3/8          and then: shardplan sweep --merge part*.csv -o sweep.csv
 
@@ -64,6 +67,8 @@ def _numbers(text: str) -> list[str]:
 
 def _varied(text: str) -> tuple[str, list[str]]:
     flag, equals, values = text.partition("=")
+    if variants.is_key(flag):
+        return variants.varied(text)
     if not flag or not equals or flag.startswith("-") or flag in (*configurations.AXES, "policy"):
         raise argparse.ArgumentTypeError(f"{text}: expected FLAG=VALUE|VALUE, a flag of shardplan plan without dashes")
     return flag, values.split("|")
@@ -81,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="SOURCE",
         help="traces, models whose traces are shipped, or what shardplan trace takes: "
-        "a config, package.module:callable",
+        "a config, package.module:callable; or torchtitan:MODULE:CONFIG, a job of torchtitan's",
     )
     result.add_argument("--batch", type=_numbers, metavar="N,N", help="samples per rank")
     result.add_argument("--seq", type=_numbers, metavar="N,N", help="tokens per sample")
@@ -92,14 +97,15 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--policy", type=_names, metavar="NAME,NAME", help="fsdp1, fsdp2 (default: fsdp2)")
     result.add_argument(
         "--vary", type=_varied, action="append", default=[], metavar="FLAG=A|B",
-        help="values of a flag of shardplan plan; -: not given, +: given without a value; repeat it",
+        help="values of a flag of shardplan plan; -: not given, +: given without a value; repeat it. For jobs of "
+        "torchtitan's also SECTION.KEY=A,B, each traced anew",
     )
     result.add_argument(
         "--trace-flag",
         action="append",
         default=[],
         metavar="FLAG",
-        help="for every shardplan trace, as --trace-flag=--dtype=bfloat16; repeat it",
+        help="for every shardplan trace (or torchtitan), as --trace-flag=--dtype=bfloat16; repeat it",
     )
     result.add_argument(
         "--memory-budget", "--budget", dest="budget", type=_budget, metavar="BYTES",
@@ -189,6 +195,13 @@ def _axes(options: argparse.Namespace) -> dict[str, list[str]]:
         if flag in axes:
             parser().error(f"--vary {flag} is given twice")
         axes[flag] = values
+    keys = [flag for flag in axes if variants.is_key(flag)]
+    others = [source for source in options.sources if not variants.is_job(source)]
+    if keys and others:
+        parser().error(
+            f"--vary {keys[0]} is a key of torchtitan's (found the source {others[0]}, expected "
+            "torchtitan:MODULE:CONFIG)"
+        )
     if options.solve:
         axis = QUESTIONS[options.solve][0]
         if axis in axes:

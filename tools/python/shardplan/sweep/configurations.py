@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from shardplan.titan import variants
+
 AXES = ("source", "batch", "seq", "ranks", "cluster")
 _MOST_AT_ONCE = 32  # rows that a killed sweep loses at most, by worker
 ABSENT, BARE = "-", "+"  # a flag that is not given, and one that is given without a value
@@ -26,11 +28,15 @@ class Configuration:
     def replace(self, axis: str, value: object) -> Configuration:
         return Configuration(tuple((name, str(value) if name == axis else old) for name, old in self.values))
 
+    def job_values(self) -> list[tuple[str, str]]:
+        """Values of torchtitan's keys."""
+        return [(axis, value) for axis, value in self.values if variants.is_key(axis) and value != ABSENT]
+
     def plan_flags(self) -> list[str]:
         """Flags of `shardplan plan` that the axes stand for."""
         flags = []
         for axis, value in self.values:
-            if axis in ("source", "batch", "seq") or value in ("", ABSENT):
+            if axis in ("source", "batch", "seq") or value in ("", ABSENT) or variants.is_key(axis):
                 continue
             flags.append(f"--{axis}")
             if axis in AXES:  # names of files, which may hold anything

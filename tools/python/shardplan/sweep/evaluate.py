@@ -12,17 +12,22 @@ import subprocess
 import sys
 import threading
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from shardplan import files
+from shardplan.clusters import document_of
+from shardplan.command import NoCommand
 from shardplan.sweep.configurations import Configuration
+from shardplan.titan import variants
 
 _GIB = 1 << 30
+_CLUSTER = "h100_sxm_8"  # the default of `shardplan plan`
 
 
 class Evaluator:
-    """Asks `shardplan evaluate`, a process for each thread. A trace is made once for each source, batch and
-    sequence."""
+    """Asks `shardplan evaluate`, a process for each thread. A trace is made once for each source, batch and sequence,
+    and of a torchtitan job for each number of ranks and values of its keys."""
 
     def __init__(self, program: str, folder: str, trace_flags: list[str], plan_flags: list[str], budget: str | None):
         self._program, self._folder = program, Path(folder)
@@ -72,11 +77,10 @@ class Evaluator:
         raise _Failed(f"evaluate: {_last(process.stderr.read()) or f'exit code {process.wait()}'}")
 
     def _results(self, answer: dict) -> dict[str, object]:
-        rate = answer["tokens_per_second_per_rank"]
         return {
             "step_ms": f"{answer['step_ns'] / 1e6:.3f}",
-            "tokens_per_second": rate * answer["world_size"],
-            "tokens_per_second_per_rank": rate,
+            "tokens_per_second": answer["tokens_per_step"] * 10**9 // max(answer["step_ns"], 1),
+            "tokens_per_second_per_rank": answer["tokens_per_second_per_rank"],
             "utilization_percent": f"{answer['model_flops_utilization_ppm'] / 1e4:.2f}",
             "exposed_ms": f"{answer['exposed_communication_ns'] / 1e6:.3f}",
             "peak_gib": f"{answer['peak_bytes'] / _GIB:.3f}",
@@ -91,6 +95,8 @@ class Evaluator:
     def _trace(self, configuration: Configuration) -> list[str]:
         """Arguments of `shardplan plan` for its trace."""
         source = configuration["source"]
+        if variants.is_job(source):
+            return self._of_job(configuration)
         if _is_name(source):
             if configuration.get("batch") not in ("", "1") or self._trace_flags:
                 raise _Failed(
@@ -107,21 +113,57 @@ class Evaluator:
         shape = [
             flag for axis in ("batch", "seq") if configuration.get(axis) for flag in (f"--{axis}", configuration[axis])
         ]
-        name = hashlib.sha256(repr((source, shape, self._trace_flags)).encode()).hexdigest()[:20]
-        path = self._folder / f"{name}.trace.json"
+        path = self._folder / f"{self._name(source, shape)}.trace.json"
+        self._once(path, lambda: self._run("trace", source, *shape, *self._trace_flags, "-q", "-o", str(path)))
+        return [str(path)]
+
+    def _of_job(self, configuration: Configuration) -> list[str]:
+        """... of a torchtitan job, whose model is cut for its ranks."""
+        try:
+            job = variants.job_of(configuration["source"])
+            ranks = configuration.get("ranks") or self._ranks(configuration.get("cluster"))
+        except (ValueError, NoCommand) as error:
+            raise _Failed(str(error)) from error
+        shape = [
+            (key, configuration.get(axis))
+            for axis, key in (("batch", "training.local_batch_size"), ("seq", "training.seq_len"))
+            if configuration.get(axis)
+        ]
+        values = [*shape, *configuration.job_values()]
+        folder = self._folder / self._name(job, values, ranks)
+
+        def make() -> None:
+            options = ["--cluster", configuration.get("cluster") or _CLUSTER, "--ranks", ranks, "--trace-only"]
+            made = variants.make([*job, *self._trace_flags], values, options, folder)
+            if made.exit_code != 0:
+                raise _Failed(made.why)
+
+        self._once(folder, make)
+        return [str(folder / "trace.json"), "--strategy", str(folder / "strategy.json")]
+
+    def _ranks(self, cluster: str) -> str:
+        _, answer = document_of(cluster or _CLUSTER, None, "sweep")
+        return str(json.loads(answer["text"])["ranks"])
+
+    def _name(self, *of: object) -> str:
+        return hashlib.sha256(repr((of, self._trace_flags)).encode()).hexdigest()[:20]
+
+    def _once(self, path: Path, make: Callable[[], None]) -> None:
+        """make() makes what is at the path, or fails once for all."""
         with self._guard:
-            lock = self._locks.setdefault(name, threading.Lock())
+            lock = self._locks.setdefault(path.name, threading.Lock())
         with lock:
-            failed = path.with_suffix(".failed")
+            failed, made = path.with_suffix(".failed"), path.with_suffix(".made")
             if failed.exists():
                 raise _Failed(failed.read_text())
-            if not path.exists():
-                try:
-                    self._run("trace", source, *shape, *self._trace_flags, "-q", "-o", str(path))
-                except _Failed as error:
-                    files.write_text(failed, str(error))
-                    raise
-        return [str(path)]
+            if made.exists():
+                return
+            try:
+                make()
+            except _Failed as error:
+                files.write_text(failed, str(error))
+                raise
+            made.touch()
 
     def _run(self, *arguments: str) -> None:
         environment = os.environ | {"SHARDPLAN_PYTHON": sys.executable}

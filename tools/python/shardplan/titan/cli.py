@@ -19,7 +19,7 @@ from shardplan.clusters import BadCluster, document_of
 from shardplan.command import ArgumentParser, NoCommand, built_command, file_name, printable_name
 from shardplan.installing import why_no_torch
 from shardplan.terminal import complain
-from shardplan.titan import table
+from shardplan.titan import table, variants
 from shardplan.tracer.progress import Progress
 
 _NAME = "shardplan torchtitan"
@@ -48,13 +48,6 @@ def _count(text: str) -> int:
     return value
 
 
-def _varied(text: str) -> tuple[str, list[str]]:
-    key, equals, values = text.partition("=")
-    if not equals or not key or key.startswith("-") or not all(values.split(",")):
-        raise argparse.ArgumentTypeError(f"{text}: expected SECTION.KEY=VALUE,VALUE, a key of torchtitan's")
-    return key, values.split(",")
-
-
 def parser() -> argparse.ArgumentParser:
     result = ArgumentParser(
         prog=_NAME,
@@ -73,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--ranks", type=_count, metavar="N", help="ranks of the job (default: the cluster's)")
     result.add_argument(
-        "--vary", type=_varied, action="append", default=[], metavar="KEY=A,B",
+        "--vary", type=variants.varied, action="append", default=[], metavar="KEY=A,B",
         help="values of a key of torchtitan's, each traced and planned: a table of all of them; repeat it for every "
         "combination. activation_checkpoint=full,none varies that",
     )
@@ -85,6 +78,9 @@ def parser() -> argparse.ArgumentParser:
         "-o", "--output", type=file_name, metavar="FOLDER",
         help="keep what is made: trace.json, strategy.json, plan.json, report.json; with --vary a folder of each "
         "variant",
+    )
+    result.add_argument(
+        "--trace-only", action="store_true", help="end with trace.json and strategy.json in the folder of -o"
     )
     result.add_argument(
         "--report", type=file_name, metavar="FILE", help="write the report (JSON), with --vary the rows"
@@ -124,6 +120,9 @@ def main(argv: list[str] | None = None) -> int:
     for flag in ("module", "config"):
         if not getattr(options, flag):
             parser().error(f"--{flag} is required, as torchtitan's: --module llama3 --config llama3_debugmodel")
+    if options.trace_only and (options.vary or not options.output):
+        parser().error("--trace-only is with -o, and without --vary")
+    _check_varied(options, words)
     words = ["--module", options.module, "--config", options.config, *words]
     try:
         if options.vary:
@@ -134,6 +133,16 @@ def main(argv: list[str] | None = None) -> int:
     except (BadCluster, files.CannotWrite, NoCommand) as error:
         complain(_NAME, printable_name(str(error)))
         return _EXIT_BAD_INPUT if isinstance(error, BadCluster) else _EXIT_ENVIRONMENT
+
+
+def _check_varied(options: argparse.Namespace, words: list[str]) -> None:
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
+    keys = [key for key, _ in options.vary]
+    for key in keys:
+        if key.replace("-", "_") in given:
+            parser().error(f"--vary {key} and --{key} contradict each other")
+        if keys.count(key) > 1:
+            parser().error(f"--vary {key} is given twice")
 
 
 def _one(options: argparse.Namespace, words: list[str]) -> int:
@@ -155,6 +164,9 @@ def _one(options: argparse.Namespace, words: list[str]) -> int:
         except TracerError as error:
             complain(_NAME, printable_name(str(error)))
             return error.exit_code
+        if options.trace_only:
+            print(heading, flush=True)
+            return 0
         if not os.path.isfile(cluster):  # a pipe, which is read once
             files.write_text(folder / "cluster.json", answer["text"])
             cluster = str(folder / "cluster.json")
@@ -168,7 +180,7 @@ def _one(options: argparse.Namespace, words: list[str]) -> int:
         print(heading, flush=True)
         code = _run("simulate", plan, "-q", "--report", report, may_return=(0, 1))
         document = json.loads(files.read_text(report))
-        print(f"tokens/s of the job: {document['tokens_per_second_per_rank'] * document['world_size']:,}")
+        print(f"tokens/s of the job: {variants.tokens_per_second(folder, document):,}")
         if options.report:
             files.write_text(options.report, json.dumps(document, indent=2) + "\n")
         return code
@@ -199,30 +211,22 @@ def _vary(options: argparse.Namespace, words: list[str]) -> int:
 
         def row(values: tuple[str, ...]) -> table.Row:
             own = folder / ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in zip(keys, values))
-            done = subprocess.run(
-                [
-                    sys.executable, "-m", "shardplan.titan", *_given(options), "-q", "-o", str(own), *words,
-                    *(word for key, value in zip(keys, values) for word in _words(key, value)),
-                ],
-                check=False, capture_output=True, text=True,
-            )
-            report = json.loads(files.read_text(own / "report.json")) if done.returncode in (0, 1) else None
+            made = variants.make(words, zip(keys, values), _given(options), own)
             progress(" ".join(f"{key}={value}" for key, value in zip(keys, values)))
-            return table.Row(values, done.returncode, report, done.stderr)
+            if made.exit_code not in (0, 1) or not (own / "report.json").is_file():
+                return table.Row(values, made)
+            report = json.loads(files.read_text(own / "report.json"))
+            return table.Row(values, made, report, variants.tokens_per_second(own, report))
 
         with concurrent.futures.ThreadPoolExecutor(options.jobs or os.cpu_count() or 1) as pool:
             rows = list(pool.map(row, chosen))
     print(table.text(keys, rows), end="")
     if options.report:
         files.write_text(options.report, json.dumps(table.document(keys, rows), indent=2) + "\n")
-    return 0 if any(made.report for made in rows) else max(made.exit_code for made in rows)
+    return 0 if any(row.report for row in rows) else max(row.made.exit_code for row in rows)
 
 
 def _given(options: argparse.Namespace) -> list[str]:
     ranks = ["--ranks", str(options.ranks)] if options.ranks else []
     return ["--cluster", options.cluster, *ranks, "--routing", options.routing, "--alloc-conf", options.alloc_conf]
 
-
-def _words(key: str, value: str) -> list[str]:
-    """torchtitan's arguments: which checkpointing is a subcommand of its parser."""
-    return [f"{key}:{value}"] if "." not in key else [f"--{key}", value]

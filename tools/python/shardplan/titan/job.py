@@ -7,16 +7,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import sys
+import math
 import types
-import unittest.mock
 from typing import Any
 
 import torch
 
 from shardplan.titan import absent
-from shardplan.titan.unplanned import why_not_planned
-from shardplan.tracer.errors import EnvironmentProblem, TracerError
+from shardplan.titan.configuration import configuration
+from shardplan.tracer.errors import TracerError
 from shardplan.tracer.fake_meshes import join_fake_group
 
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam"}
@@ -30,27 +29,16 @@ class Job:
         """words: torchtitan's arguments. Raises TracerError; SystemExit where torchtitan's parser refuses them."""
         absent.stand_in()
         logging.getLogger().setLevel(logging.ERROR)  # it warns of data and checkpoints that are not there
-        try:
-            from torchtitan.config.manager import ConfigManager
-        except ImportError as error:
-            raise EnvironmentProblem(f"cannot import torchtitan: {error} (pip install torchtitan)") from error
-        try:
-            with unittest.mock.patch.object(sys, "argv", ["shardplan torchtitan"]):  # whose name its parser prints
-                self.config = ConfigManager().parse_args(words)
-        except ModuleNotFoundError as error:  # of a module that --module names it is a plain ImportError
-            raise EnvironmentProblem(f"torchtitan's parser needs {error.name} (pip install {error.name})") from error
-        except ImportError as error:
-            raise TracerError(f"torchtitan: {error}") from error
-        except (ValueError, AssertionError) as error:
-            raise TracerError(f"torchtitan refuses the job: {error}") from error
+        self.config = configuration(words, "shardplan torchtitan")
         self.ranks = ranks
         self._step = contextlib.ExitStack()
-        if reason := why_not_planned(self.config):
-            raise TracerError(reason)
         if self.config.parallelism.spmd_backend == "full_dtensor":
             raise TracerError(
                 "parallelism.spmd_backend full_dtensor is not traced (expected spmd_types or partial_dtensor)"
             )
+        for name in ("local_batch_size", "seq_len"):
+            if (found := getattr(self.config.training, name)) < 1:
+                raise TracerError(f"training.{name} is {found} (expected 1 or more)")
 
     @property
     def name(self) -> str:
@@ -79,7 +67,12 @@ class Job:
         from torchtitan.distributed import ParallelDims, utils as distributed
         from torchtitan.tools import utils
 
-        config, spec = self.config, self.config.model_spec
+        config, spec, degrees = self.config, self.config.model_spec, self.config.parallelism
+        together = math.prod(
+            (degrees.data_parallel_replicate_degree, degrees.context_parallel_degree, degrees.tensor_parallel_degree)
+        )
+        if together > self.ranks:  # torchtitan says no more than that an assertion does not hold
+            raise ValueError(f"the degrees of parallelism are {together} together, and the job has {self.ranks} ranks")
         join_fake_group(self.ranks)
         self.dims = dims = ParallelDims.from_config(config.parallelism, self.ranks)
         divisor = (dims.tp if config.parallelism.enable_sequence_parallel else 1) * (2 * dims.cp if dims.cp > 1 else 1)

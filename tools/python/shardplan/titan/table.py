@@ -6,6 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shardplan.command import printable_name
+from shardplan.titan.variants import Made
+
 _GIB = 1 << 30
 
 
@@ -14,17 +17,17 @@ class Row:
     """values: of the keys that vary. report: None: the command failed, and said why."""
 
     values: tuple[str, ...]
-    exit_code: int
-    report: dict | None
-    said: str
+    made: Made
+    report: dict | None = None
+    tokens_per_second: int = 0  # of all ranks
 
 
-def _figures(report: dict) -> dict[str, Any]:
-    memory = report["memory"]
+def _figures(row: Row) -> dict[str, Any]:
+    report, memory = row.report, row.report["memory"]
     return {
         "step_ms": report["step_ns"] / 1e6,
         "exposed_ms": report["exposed_communication_ns"] / 1e6,
-        "tokens_per_second": report["tokens_per_second_per_rank"] * report["world_size"],
+        "tokens_per_second": row.tokens_per_second,
         "utilization_percent": report["model_flops_utilization_ppm"] / 1e4,
         "peak_gib": memory["peak_bytes"] / _GIB,
         "reserved_gib": memory["reserved_bytes"] / _GIB,
@@ -32,15 +35,9 @@ def _figures(report: dict) -> dict[str, Any]:
     }
 
 
-def why(row: Row) -> str:
-    """The last line of what the command said."""
-    lines = [line for line in row.said.splitlines() if line.strip() and ": note: " not in line]
-    return lines[-1].removeprefix("shardplan torchtitan: ") if lines else f"exit code {row.exit_code}"
-
-
 def document(keys: list[str], rows: list[Row]) -> list[dict[str, Any]]:
     return [
-        dict(zip(keys, row.values)) | (_figures(row.report) if row.report else {"error": why(row)}) for row in rows
+        dict(zip(keys, row.values)) | (_figures(row) if row.report else {"error": row.made.why}) for row in rows
     ]
 
 
@@ -50,10 +47,11 @@ def text(keys: list[str], rows: list[Row]) -> str:
     lines, failed = [heads], []
     for row in rows:
         if row.report is None:
-            failed.append(f"{', '.join(f'{key} {value}' for key, value in zip(keys, row.values))}: {why(row)}\n")
+            which = ", ".join(f"{key} {value}" for key, value in zip(keys, row.values))
+            failed.append(f"{which}: {printable_name(row.made.why)}\n")
             lines.append([*row.values, *["-"] * (len(heads) - len(keys))])
             continue
-        f = _figures(row.report)
+        f = _figures(row)
         lines.append([
             *row.values, f"{f['step_ms']:,.2f}", f"{f['exposed_ms']:,.2f}", f"{f['tokens_per_second']:,}",
             f"{f['utilization_percent']:.1f} %", f"{f['peak_gib']:.2f}", f"{f['reserved_gib']:.2f}",

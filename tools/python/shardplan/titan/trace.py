@@ -13,6 +13,7 @@ from shardplan import files
 from shardplan.titan.job import Job
 from shardplan.tracer import document, session
 from shardplan.tracer.progress import Progress
+from shardplan.tracer.routing import BALANCED
 
 
 def write(words: list[str], ranks: int, options: argparse.Namespace, folder: Path, progress: Progress) -> str:
@@ -23,7 +24,7 @@ def write(words: list[str], ranks: int, options: argparse.Namespace, folder: Pat
         seq=job.seq,
         dtype=job.config.training.mixed_precision_param,
         param_dtype=job.config.training.dtype,
-        routing=options.routing if job.has_experts else "",
+        routing=options.routing if job.has_experts or options.routing != BALANCED else "",
         ignore_compile=True,
         name=job.name,
     )

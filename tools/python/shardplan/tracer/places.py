@@ -10,7 +10,13 @@ from types import FrameType
 import torch
 from torch import nn
 
-_OWN = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# With the separator: torchtitan lies beside torch.
+_OWN = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    )
+)
 
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:

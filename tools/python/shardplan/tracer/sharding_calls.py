@@ -97,6 +97,11 @@ class Sharding:
         elif self._counts:
             self.step.append((len(self._passes), call))
 
+    def begin_building(self) -> None:
+        """Notes of a model that was built before, and is given up, go."""
+        for noted in (self.units, self.setup, self.shared, self.unsaid):
+            noted.clear()
+
     def begin_step(self, passes: list, counts: bool) -> None:
         """passes: those that are over; the recording adds to them. counts: it is a recording of the step as it runs."""
         self._passes, self._counts = passes, counts
@@ -105,6 +110,12 @@ class Sharding:
 
 
 _active: list[Sharding] = []
+
+
+def begin_building() -> None:
+    """A builder is called, perhaps once more (Sharding.begin_building)."""
+    if _active:
+        _active[-1].begin_building()
 
 
 def begin_step(passes: list, counts: bool) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_map
 
+from shardplan.tracer import sharding_calls
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.module_tree import on_fake_cuda
 from shardplan.tracer.places import one_line, place
@@ -55,6 +56,7 @@ def find_callable(source: str) -> Callable:
 
 
 def _call(function: Callable, source: str, batch: int, seq: int):
+    sharding_calls.begin_building()
     try:
         wanted = inspect.signature(function).parameters
     except (TypeError, ValueError):

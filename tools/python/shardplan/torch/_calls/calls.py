@@ -24,8 +24,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> None:
     """Gathers the parameters of the module's unit now, as FSDPModule.unshard does.
 
     A plan that has this call (strategy, `program`: method "unshard") is followed; otherwise the unit is gathered at
-    once and stays so until reshard() or the next step. That only works between steps. async_op is the plan's to
-    decide: the wait is where the plan has it. All ranks have to call it.
+    once and stays so until reshard() or the next step. That only works between steps, and in one that has left its
+    plan. async_op is the plan's to decide: the wait is where the plan has it. All ranks have to call it.
     """
     applied, unit = _unit_of(module)
     applied.runtime.unshard(unit)
