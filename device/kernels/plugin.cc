@@ -44,7 +44,7 @@ constexpr std::array<std::string_view, 12> kReal = {"aten::empty",
                                                     "aten::_copy_from_and_resize",
                                                     "aten::_local_scalar_dense",
                                                     "aten::_cudnn_init_dropout_state"};
-// Of these a recording says from where they come.
+// A recording says from where these come.
 constexpr std::array<std::string_view, 4> kPlaced = {"aten::empty", "aten::empty_strided", "aten::resize_",
                                                      "aten::record_stream"};
 // Registered for all devices together, with parts that launch kernels of CUDA.

@@ -55,7 +55,7 @@ void Add(std::vector<RecordedTensor>& to, const c10::IValue& value, Choice is_re
   });
 }
 
-// Of these the argument gives a shape.
+// Operators whose argument is there for its shape.
 bool ReadsShapesAlone(std::string_view name) {
   return name.ends_with("_like") || name.starts_with("aten::new_") || name == "aten::fill_" ||
          name == "aten::zero_";

@@ -9,8 +9,8 @@
 
 namespace shardplan::softdevice {
 
-// One call, from before its kernel until its results are there. What is launched meanwhile is the call's.
-// Calls inside of it are not recorded. Without a recording it does nothing.
+// One call, from before its kernel until its results are there. Kernels that are launched meanwhile are the
+// call's. Calls inside of it are not recorded. Without a recording it does nothing.
 class RecordedCall {
  public:
   // `stack`: the arguments are its last.

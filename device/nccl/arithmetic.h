@@ -11,7 +11,7 @@
 namespace shardplan::softdevice {
 
 std::size_t SizeOf(ncclDataType_t dtype);
-// As torch names it.
+// torch's name of it.
 const char* NameOf(ncclDataType_t dtype);
 bool CanReduce(ncclDataType_t dtype);
 

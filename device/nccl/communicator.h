@@ -53,7 +53,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Communicator(std::shared_ptr<Communicator> parent, std::size_t split, int color, int device, bool blocking);
   ~Communicator();
 
-  // As its process group calls it (ncclConfig_t::commName); "": not said.
+  // Its process group's name for it (ncclConfig_t::commName); "": not said.
   std::string name;
 
   int rank() const { return rank_; }

@@ -20,8 +20,8 @@ namespace {
 
 std::atomic<Recorder*> the_recorder = nullptr;
 pid_t owner = 0;
-// Where c10's guard of CUDA, by which autograd's engine records its events, calls from. It is in the library
-// of the allocator: so it is told by its place there.
+// The place from which c10's guard of CUDA calls: autograd's engine records its events by it. It is in the
+// library of the allocator: so it is told by its place there.
 std::atomic<const void*> guards_record = nullptr;
 
 void AppendText(std::string& to, std::string_view text) {
@@ -52,7 +52,7 @@ void AppendList(std::string& to, const std::vector<std::int64_t>& numbers) {
   to += ']';
 }
 
-// What a thread is in.
+// The state of a thread.
 struct Here {
   int thread = -1;
   std::string module;
@@ -310,9 +310,10 @@ void Recorder::HostWaits(const Event& event) {
 }
 
 // [Note: asking] torch's own code asks whether work is over to give up what it holds: that orders what is
-// freed. Its process groups do not let a stream wait for what is over. Where nothing computes all is over at
-// once, and no wait would be seen. So they are told that work is not over before somebody has been told to
-// wait for it (streams.cc). A program that asks decides by the answer, and is behind the work then.
+// freed. Its process groups do not let a stream wait for what is over. All is over at once on a device that
+// computes nothing, and no wait would be seen. So they are told that work is not over before somebody has
+// been told to wait for it (streams.cc). A program that asks decides by the answer, and is behind the work
+// then.
 void Recorder::HostAsked(const Event& event, const void* caller) {
   if (!IsTorch(caller)) return HostWaits(event);
   if (event.recording < 0) return;

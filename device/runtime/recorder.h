@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this process gives to its devices, written to a file as it is issued: the events of a recording
-// (docs/reference/recording-format.md), one a line, and before the first that names it each thread, stream,
-// place and communicator ({"stream": {...}}); an object's id is its number among those of its kind.
+// Events that this process gives to its devices, written to a file as they are issued
+// (docs/reference/recording-format.md). A line is one event. Each thread, stream, place and communicator has
+// a line before the first that names it ({"stream": {...}}); its id is its number among those of its kind.
 //
 // [Note: the allocator's own events]
 // torch's allocator records an event on each stream that a freed block was recorded for, and asks for it
@@ -69,7 +69,7 @@ class Recorder {
     std::vector<RecordedTensor> reads, writes;
   };
   void Communicate(const Stream& stream, const Collective& collective);
-  // Of the operations that are launched together.
+  // A number for operations that are launched together.
   int NextBatch() { return next_batch_++; }
 
   void EventRecorded(Event& event, const Stream& stream, const void* caller);

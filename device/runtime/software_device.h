@@ -66,7 +66,7 @@ SHARDPLAN_DEVICE_API void BeginOuterOperator();
 // raised: nothing is recorded.
 SHARDPLAN_DEVICE_API void EndOuterOperator(std::string_view name, std::span<const RecordedTensor> reads,
                                            std::span<const RecordedTensor> writes, bool raised);
-// Where memory of the host that devices read and write (pinned) is touched by an operator of the host.
+// Memory of the host that devices read and write, and an operator of the host that touches it.
 SHARDPLAN_DEVICE_API bool IsPinned(const void* pointer);
 SHARDPLAN_DEVICE_API void RecordHostOperator(std::string_view name, std::span<const RecordedTensor> reads,
                                              std::span<const RecordedTensor> writes);

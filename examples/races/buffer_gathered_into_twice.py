@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two buffers are gathered into in turns, and nothing says that the layer which read one has finished with it.
 
-    shardplan rehearse --gpus 8 --races -- torchrun --nproc_per_node 8 buffer_gathered_into_twice.py [--mended]
+    shardplan rehearse --gpus 8 --races -- torchrun --nproc_per_node 8 buffer_gathered_into_twice.py [mended]
 """
 
 import sys
@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-mended = "--mended" in sys.argv
+mended = "mended" in sys.argv
 dist.init_process_group("nccl")
 torch.cuda.set_device(dist.get_node_local_rank())
 world, layers, size = dist.get_world_size(), 6, 1 << 20

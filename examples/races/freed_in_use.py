@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tensor is freed while a side stream still reads it: its memory is handed out again.
 
-    shardplan rehearse --races -- python freed_in_use.py [--mended]
+    shardplan rehearse --races -- python freed_in_use.py [mended]
 """
 
 import sys
 
 import torch
 
-mended = "--mended" in sys.argv
+mended = "mended" in sys.argv
 side = torch.cuda.Stream()
 total = torch.zeros(1 << 20, device="cuda")
 for step in range(3):

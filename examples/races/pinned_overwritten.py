@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host fills a pinned buffer with the next batch while the copy of the last one still reads it.
 
-    shardplan rehearse --races -- python pinned_overwritten.py [--mended]
+    shardplan rehearse --races -- python pinned_overwritten.py [mended]
 """
 
 import sys
 
 import torch
 
-mended = "--mended" in sys.argv
+mended = "mended" in sys.argv
 staging = torch.empty(1 << 16, dtype=torch.int64, pin_memory=True)
 copied = torch.cuda.Event()
 for step in range(3):

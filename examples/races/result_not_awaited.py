@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main stream reads what a side stream has not written yet.
 
-    shardplan rehearse --races -- python result_not_awaited.py [--mended]
+    shardplan rehearse --races -- python result_not_awaited.py [mended]
 """
 
 import sys
 
 import torch
 
-mended = "--mended" in sys.argv
+mended = "mended" in sys.argv
 side = torch.cuda.Stream()
 done = torch.cuda.Event()
 activations = torch.ones(1 << 20, device="cuda")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread copies the weights for a checkpoint, and the next step changes them meanwhile.
 
-    shardplan rehearse --races -- python staged_in_a_thread.py [--mended]
+    shardplan rehearse --races -- python staged_in_a_thread.py [mended]
 """
 
 import sys
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-mended = "--mended" in sys.argv
+mended = "mended" in sys.argv
 weights = torch.ones(1 << 20, device="cuda")
 staged = torch.empty(1 << 20, pin_memory=True)
 stream = torch.cuda.Stream()

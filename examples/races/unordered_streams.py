@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work of a side stream reads what the main stream has not written yet.
 
-    shardplan rehearse --races -- python unordered_streams.py [--mended]
+    shardplan rehearse --races -- python unordered_streams.py [mended]
 """
 
 import sys
 
 import torch
 
-mended = "--mended" in sys.argv
+mended = "mended" in sys.argv
 side = torch.cuda.Stream()
 weights = torch.empty(1 << 20, device="cuda")
 for step in range(3):

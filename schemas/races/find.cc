@@ -30,7 +30,7 @@ class Search {
           },
           recording_.events[i]);
     }
-    // What races in this run needs no other one.
+    // A pair that races in this run needs no other one.
     std::erase_if(report_.races, [&](const Race& race) {
       return race.kind == RaceKind::kFreedEarly && pairs_.contains({race.first.event, race.second.event});
     });
@@ -41,7 +41,7 @@ class Search {
  private:
   using Pair = std::pair<std::int64_t, std::int64_t>;
 
-  // What torch's code does when it has been told that work is over.
+  // Events of torch's code that has been told that work is over.
   template <typename Event>
   static constexpr bool kKeepsLearned =
       std::is_same_v<Event, HostLearned> || std::is_same_v<Event, BlockFreed> ||

@@ -24,9 +24,9 @@ class Order {
 
   // The tick of work that the thread issues to the stream now.
   std::int32_t Issue(RecordedId thread, RecordedId stream);
-  // What is over before work issued to the stream now begins.
+  // Work that is over before work issued to the stream now begins.
   const Clock& OfStream(RecordedId stream) const { return streams_[static_cast<std::size_t>(stream)]; }
-  // What the thread has waited for, and what torch's code in it has just been told to be over. [Note:
+  // Work that the thread has waited for, or of which torch's code in it has just been told to be over. [Note:
   // learned] That code gives up at once what it held until then: so what is freed next is behind it. Whatever
   // the program does next is not, since on another day the answer is "not yet" and it does the same.
   const Clock& KnownBy(RecordedId thread) const { return known_[Own(thread)]; }

@@ -19,8 +19,8 @@ struct Access {
 
 class Shadow {
  public:
-  // Asked for each earlier access to the same stretch [begin, end) of which one writes. Those with gaps may
-  // have no byte of it in common (OverlapIn).
+  // Asked for each earlier access to the same stretch [begin, end) of which one writes. Two accesses with
+  // gaps may share no byte of it (OverlapIn).
   using Visit = std::function<void(const Access& earlier, std::int64_t begin, std::int64_t end)>;
 
   // Visits what the access may race with, and remembers it. A write of every byte of a stretch forgets what

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the recorded kernels are to the cost model.
+// Recorded kernels as the cost model knows them.
 #pragma once
 
 #include <vector>

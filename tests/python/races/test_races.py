@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, build_folder
 
 EXAMPLES = ROOT / "examples" / "races"
-# What the first race is, the line of its first access and of its second, and the stream or thread that has to wait.
+# The first race in words, the lines of its first and its second access, and who has to wait.
 WRONG = {
     "unordered_streams": ("mul reads what aten::fill_ writes", "fill_(step)", "weights * 2", "stream 1 has to wait"),
     "result_not_awaited": ("sum reads what aten::pow writes", "square()", "norms.sum()", "stream 0 has to wait"),
@@ -21,7 +21,9 @@ WRONG = {
     "pinned_overwritten": ("the host (aten::fill_) writes", "non_blocking", "staging.fill_", "the host has to wait"),
     "offload_read_early": ("the host (aten::sum) reads", "non_blocking", "on_host.sum()", "the host has to wait"),
     "staged_in_a_thread": ("and nothing orders them", "weights.mul_", "staged.copy_", "has to wait for stream"),
-    "collective_not_awaited": ("mul_ writes what all_reduce writes", "dist.all_reduce", "gradient.mul_", "stream 0 has"),
+    "collective_not_awaited": (
+        "mul_ writes what all_reduce writes", "dist.all_reduce", "gradient.mul_", "stream 0 has",
+    ),
     "buffer_gathered_into_twice": (
         "all_gather writes what aten::mul reads", "state * pool", "all_gather_into_tensor", "stream 1 has",
     ),
@@ -48,7 +50,7 @@ def rehearse(script, *flags, mended=False):
     return subprocess.run(
         [
             sys.executable, "-m", "shardplan.rehearse", "-q", *ranks, *flags, "--", *words, str(script),
-            *(["--mended"] if mended else []),
+            *(["mended"] if mended else []),
         ],
         capture_output=True, text=True, timeout=300, env=environment(), check=False,
     )  # fmt: skip
@@ -111,7 +113,7 @@ def test_a_recording_is_proved_later(recording):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda d: d["events"].append(["wait", 0, -1, 0, 9999]), "it waits for an event that nobody recorded (found 9999"),
+        (lambda d: d["events"].append(["wait", 0, -1, 0, 9999]), "an event that nobody recorded (found 9999"),
         (lambda d: d.update(schema="shardplan.recording/2"), "unknown kind or version of document"),
         (lambda d: d["events"].append(["memset", 0, -1, 99, []]), "not a stream of this document"),
         (lambda d: d["events"].append(["dance", 0]), "unknown kind"),

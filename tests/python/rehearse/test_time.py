@@ -47,8 +47,9 @@ def folder(tmp_path_factory):
 )
 def test_both_roads_say_one_step(folder, script, plan):
     shardplan(
-        "plan", folder / "trace.json", "--cluster", CLUSTER, "--ranks", RANKS, "--unit", "model.layers.*", "--param-dtype", "bfloat16",
-        "--reduce-dtype", "float32", "--optimizer", "adamw-fused", "-q", *plan, "-o", folder / "plan.json",
+        "plan", folder / "trace.json", "--cluster", CLUSTER, "--ranks", RANKS, "--unit", "model.layers.*",
+        "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "--optimizer", "adamw-fused", "-q", *plan,
+        "-o", folder / "plan.json",
     )  # fmt: skip
     planned = json.loads(shardplan("simulate", folder / "plan.json", "--report", "-"))
     report, trace = folder / "report.json", folder / "kineto.json.gz"

@@ -266,7 +266,8 @@ def test_a_sweep_has_the_same_variants(variants, tmp_path):
             build_folder() / "bin" / "shardplan", "sweep", "torchtitan:deepseek_v3:deepseek_v3_debugmodel", "--batch",
             "2", "--seq", "512", "--cluster", "h100_sxm_8", *VARIED, *words, "-q", "-o", rows,
         ],
-        capture_output=True, text=True, timeout=600, check=False, env={**os.environ, "SHARDPLAN_PYTHON": sys.executable},
+        capture_output=True, text=True, timeout=600, check=False,
+        env={**os.environ, "SHARDPLAN_PYTHON": sys.executable},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = list(csv.DictReader(rows.read_text().splitlines()))

@@ -19,7 +19,7 @@ class Graph {
       std::visit(
           [&]<typename Event>(const Event& event) {
             On(event);
-            // What torch has been told counts for what it frees next.
+            // An answer that torch has been given counts for blocks that it frees next.
             constexpr bool frees = std::is_same_v<Event, HostLearned> || std::is_same_v<Event, BlockFreed> ||
                                    std::is_same_v<Event, BlockHeld>;
             if constexpr (requires { event.thread; } && !frees) {

@@ -159,7 +159,7 @@ TEST(Races, ABlockIsReusedWhileAnotherStreamReads) {
             Kinds{});
 }
 
-// What torch is told once does not stay: on another day the answer is "not yet".
+// An answer does not stay: on another day it is "not yet".
 TEST(Races, WhatTorchHasLearnedIsForgottenByTheNextWork) {
   const auto scene = [] {
     return Scene().Allocate(0, 0).Write(0, 0).Record(0, 0).Wait(1, 0).Read(1, 0).Record(1, 1).Add(

@@ -40,7 +40,7 @@ struct RecordedFrame {
   bool operator==(const RecordedFrame&) const = default;
 };
 
-// Where in the program something was issued.
+// The lines of the program that issued something.
 struct RecordedPlace {
   std::vector<RecordedFrame> frames;  // of Python, innermost first; empty: no Python ran in the thread
   std::string module;                 // FQN of the module whose forward runs; "": none
@@ -67,8 +67,7 @@ struct MemoryRegion {
 };
 // From the first byte to behind the last.
 std::int64_t SpanBytes(const MemoryRegion& region);
-// Do they have a byte in common? Of elements, not of spans: two columns of a matrix do not.
-// spans' answer.
+// Whether two regions have a byte in common. Elements count, not spans: two columns of a matrix have none.
 bool Overlap(const MemoryRegion& a, const MemoryRegion& b);
 // The same for the bytes from `begin` to before `end` alone.
 bool OverlapIn(const MemoryRegion& a, const MemoryRegion& b, std::int64_t begin, std::int64_t end);

@@ -42,7 +42,7 @@ struct RecordingSimulation {
 Result<RecordingSimulation> SimulateRecording(const Recording& recording, const Cluster& cluster,
                                               const RecordingOptions& options = {});
 
-// As torch.profiler writes a profile of that step (Kineto's JSON): Perfetto opens it.
+// That step as torch.profiler writes a profile (Kineto's JSON): Perfetto opens it.
 std::string KinetoTrace(const Recording& recording, const RecordingSimulation& simulation,
                         const Cluster& cluster);
 

@@ -187,7 +187,8 @@ def _fail(code: int, message: str) -> int:
 def _check_outputs(options: argparse.Namespace, command: list[str]) -> None:
     """Before any work: every output can be written, and is no input and no other output."""
     inputs = [word for word in [options.cluster, options.routing, *command] if word and os.path.isfile(word)]
-    written = [path for path in (options.report, options.snapshot, options.html, options.record, options.kineto) if path]
+    outputs = (options.report, options.snapshot, options.html, options.record, options.kineto)
+    written = [path for path in outputs if path]
     for i, path in enumerate(written):
         files.check_output(path, inputs)
         if os.path.realpath(path) in map(os.path.realpath, written[:i]) and path != os.devnull:

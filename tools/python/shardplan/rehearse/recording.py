@@ -131,7 +131,7 @@ def time_of(path: str, device: Device, tokens: int, kineto: str | None, scratch:
 
 
 def prove(path: str) -> tuple[int, str, str]:
-    """What `shardplan validate` says of the recording: exit code, standard output, standard error. Raises NoCommand."""
+    """The verdict of `shardplan validate` on the recording: exit code, output, errors. Raises NoCommand."""
     done = subprocess.run(
         [built_command("rehearse"), "validate", path], capture_output=True, text=True, check=False
     )

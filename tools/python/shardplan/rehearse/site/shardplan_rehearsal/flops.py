@@ -54,8 +54,8 @@ def _count(torch: ModuleType, formula, name: str, reads: list, writes: list) -> 
 
 
 def _grouped_mm(left, right, *_others, out_val=None) -> int:
-    """A group is a range of rows: each row meets one matrix. Of the products along rows (gradients of the matrices)
-    each column does."""
+    """A group is a range of rows: each row meets one matrix. Gradients of the matrices are products along the rows:
+    each column meets one."""
     if len(left) == 2 and len(right) == 3:
         return 2 * left[0] * left[1] * right[2]
     if len(left) == 2 and len(right) == 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one thread of Python learns of another: that everything before a point is over. Starts and ends of threads,
+"""One thread of Python learns of another that everything before a point is over. Starts and ends of threads,
 queues, futures, events of `threading`."""
 
 from __future__ import annotations
