@@ -139,6 +139,10 @@ Point Engine::Enqueue(const std::shared_ptr<Stream>& stream, Task task) {
     std::thread([this] { Progress(); }).detach();
   }
   if (has_thread_ && !active_.empty()) work_.notify_one();
+  if (serial_) {
+    lock.unlock();
+    Wait(point);
+  }
   return point;
 }
 

@@ -5,6 +5,8 @@
 // inline: a task runs as soon as it may: its stream's earlier tasks and all points that it needs are done.
 // Only
 //   a collective whose peers have not come stays.
+// serial: the host goes on when a task is done, its peers' parts included. So numbers are those of one order,
+//   that of the host, whatever wait is missing.
 // lazy: nothing runs until somebody waits (a thread of this process, or a peer in a collective, or the host
 // has
 //   issued nothing for a while), and then in an order chosen by the seed: for stretches of random length only
@@ -97,7 +99,7 @@ class Engine {
   enum class Taste { kNeeded, kAny, kAvoid };
 
   explicit Engine(const Settings& settings)
-      : lazy_(settings.lazy), only_needed_(settings.null), random_(settings.seed) {}
+      : lazy_(settings.lazy), serial_(settings.serial), only_needed_(settings.null), random_(settings.seed) {}
   bool IsPassed(const Point& point) const;
   bool MayRun(const Stream& stream) const;
   // True: the task is done.
@@ -110,6 +112,7 @@ class Engine {
   void ServeDemands(Lock& lock);
 
   const bool lazy_;
+  const bool serial_;
   const bool only_needed_;  // lazy: nothing but what a waiting host needs
   std::mutex mutex_;
   std::condition_variable changed_;

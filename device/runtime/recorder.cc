@@ -514,14 +514,21 @@ void shardplan_record_module(const char* name) {
 }
 // A kernel that Python launches is an operator, too.
 void shardplan_record_operator_begin() { BeginOperator(std::nullopt); }
-// count: tensors; -1: it raised.
+// count: tensors; -1: it raised. sizes and strides: dims[i] of each, one after the other; the first stride of
+// a tensor without gaps is -1. A tensor of no dimension has one of each.
 void shardplan_record_operator_end(const char* name, int count, const std::uint64_t* addresses,
-                                   const std::uint64_t* bytes, const std::uint8_t* written) {
+                                   const char* const* dtypes, const std::int32_t* dims,
+                                   const std::int64_t* sizes, const std::int64_t* strides,
+                                   const std::uint8_t* written) {
   if (count < 0) return AbandonOperator();
   std::vector<RecordedTensor> reads, writes;
   for (int i = 0; i < count; ++i) {
-    const RecordedTensor tensor = {addresses[i], "uint8", {static_cast<std::int64_t>(bytes[i])}, {}};
-    (written[i] != 0 ? writes : reads).push_back(tensor);
+    RecordedTensor tensor = {addresses[i], dtypes[i], {sizes, sizes + dims[i]}, {}};
+    if (dims[i] > 0 && strides[0] >= 0) tensor.strides.assign(strides, strides + dims[i]);
+    const std::int32_t step = std::max(dims[i], 1);
+    sizes += step;
+    strides += step;
+    (written[i] != 0 ? writes : reads).push_back(std::move(tensor));
   }
   EndOperator(name, reads, writes, nullptr);
 }

@@ -45,6 +45,10 @@ Settings Read() {
   }
   const char* mode = std::getenv("SHARDPLAN_DEVICE_MODE");
   if (mode == nullptr || std::string_view(mode) == "inline") return settings;
+  if (std::string_view(mode) == "serial") {
+    settings.serial = true;
+    return settings;
+  }
   if (std::string_view(mode) == "null" || std::string_view(mode) == "null:slow") {
     settings.null = true;
     settings.lazy = std::string_view(mode) == "null:slow";
@@ -52,7 +56,7 @@ Settings Read() {
     return settings;
   }
   if (!std::string_view(mode).starts_with("lazy:")) {
-    Refuse("SHARDPLAN_DEVICE_MODE", mode, "inline, lazy:SEED, null or null:slow");
+    Refuse("SHARDPLAN_DEVICE_MODE", mode, "inline, serial, lazy:SEED, null or null:slow");
   }
   settings.lazy = true;
   settings.seed = NumberOf("SHARDPLAN_DEVICE_MODE", mode + std::strlen("lazy:"));
@@ -65,5 +69,14 @@ const Settings& TheSettings() {
   static const Settings settings = Read();
   return settings;
 }
+
+namespace {
+
+// torch's allocator reads it when it is first used: then each block is memory of its own, and none is handed
+// out again.
+const bool without_cache =
+    TheSettings().serial && setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", /*overwrite=*/1) == 0;
+
+}  // namespace
 
 }  // namespace shardplan::softdevice

@@ -155,14 +155,21 @@ class Lowering {
     return {};
   }
   void CountTokens(const IssuedKernel& lookup) {
-    std::int64_t looked_up = 1;
-    for (const std::int64_t size : lookup.reads[1].shape) looked_up *= size;
-    const std::int64_t rows = lookup.reads[0].shape[0];
+    std::int64_t looked_up = 0, rows = 0;
+    for (const MemoryRegion& region : lookup.reads) {
+      if (!IsFloatingPoint(region.dtype)) {
+        std::int64_t indices = 1;
+        for (const std::int64_t size : region.shape) indices *= size;
+        looked_up = std::max(looked_up, indices);
+      } else if (region.shape.size() == 2) {
+        rows = std::max(rows, region.shape[0]);
+      }
+    }
     if (rows > vocabulary_) {  // not that of positions
       vocabulary_ = rows;
       lowered_.tokens = 0;
     }
-    if (rows == vocabulary_) lowered_.tokens += looked_up;
+    if (rows > 0 && rows == vocabulary_) lowered_.tokens += looked_up;
   }
   // Nothing is known but that it runs.
   Status Lower(const IssuedLaunch& launch) {

@@ -90,9 +90,13 @@ bool IsOfFramework(const Recording& recording, RecordedId place) {
 }
 
 bool IsEmbedding(const Recording& recording, const IssuedKernel& kernel) {
+  if (kernel.reads.size() < 2) return false;
+  // A kernel of Inductor has the names of what is fused in it.
+  const bool is_fused =
+      kernel.name.starts_with("triton_") && kernel.name.find("embedding") != std::string::npos;
+  if (is_fused) return kernel.name.find("backward") == std::string::npos;
   const bool looks_up = std::ranges::find(kLookups, kernel.name) != kLookups.end();
-  if (!looks_up || kernel.place < 0 || kernel.reads.size() < 2 || kernel.reads[0].shape.size() != 2)
-    return false;
+  if (!looks_up || kernel.place < 0 || kernel.reads[0].shape.size() != 2) return false;
   const std::vector<RecordedFrame>& frames = recording.places[static_cast<std::size_t>(kernel.place)].frames;
   return std::ranges::any_of(frames, [](const RecordedFrame& frame) {
     return frame.function == "embedding" && frame.file.ends_with("/torch/nn/functional.py");

@@ -19,3 +19,5 @@ class Row:
     variables: dict[str, str] = field(default_factory=dict)
     routing: tuple[float, ...] = ()  # shares of the experts; (): balanced
     note: str = ""
+    cluster: str = ""  # whose time is asked for; "": none
+    published_tokens: float | None = None  # tokens/s of one GPU that its authors printed

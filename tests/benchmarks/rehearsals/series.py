@@ -39,9 +39,13 @@ def checkout(source: pathlib.Path, commit: str, out: pathlib.Path) -> pathlib.Pa
 
 
 def peaks(report: pathlib.Path) -> dict:
-    """Peaks of the whole run in the report of `shardplan rehearse`, in bytes."""
-    memory = json.loads(report.read_text())["memory"]
-    return {"allocated": memory["peak_bytes"], "reserved": memory["reserved_bytes"]}
+    """Peaks of the whole run in the report of `shardplan rehearse`, in bytes; the time of a step, where it has one."""
+    document = json.loads(report.read_text())
+    memory = document["memory"]
+    return {
+        "allocated": memory["peak_bytes"], "reserved": memory["reserved_bytes"], "step_ns": document["step_ns"],
+        "tokens": document["tokens_per_second_per_rank"],
+    }  # fmt: skip
 
 
 def run(row: Row, folder: pathlib.Path, python: str, rehearse: list[str], out: pathlib.Path, limit_s: int) -> dict:
@@ -52,6 +56,8 @@ def run(row: Row, folder: pathlib.Path, python: str, rehearse: list[str], out: p
         *rehearse, "--gpus", str(row.gpus), "--rank", str(row.rank), "--device-memory", row.device_memory, "--report",
         str(report),
     ]
+    if row.cluster:
+        given += ["--cluster", row.cluster]
     if row.routing:
         shares = out / f"{row.name}.routing.csv"
         shares.write_text("\n".join(map(str, row.routing)) + "\n")
@@ -99,6 +105,17 @@ def line(row: Row, result: dict) -> str:
     )
 
 
+def time_line(row: Row, result: dict) -> str:
+    """Tokens/s of a GPU, simulated from what the rank issued, beside what was published."""
+    if not result.get("tokens"):
+        return f"| {row.title} | {row.gpus} | - | - | {row.published_tokens or '-'} | | {row.note} |"
+    off = f"{100 * (result['tokens'] / row.published_tokens - 1):+.1f} %" if row.published_tokens else "-"
+    return (
+        f"| {row.title} | {row.gpus} | {result['step_ns'] / 1e6:.1f} | {result['tokens']} | "
+        f"{row.published_tokens or '-'} | {off} | {row.note} |"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kempnerforge", type=pathlib.Path, metavar="CHECKOUT")
@@ -114,6 +131,7 @@ def main() -> None:
     parser.add_argument("--rehearse", default=f"{ROOT}/tools/shardplan rehearse", help="the command's words")
     parser.add_argument("--limit", type=int, default=900, metavar="SECONDS")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--times", action="store_true", help="the table of times; rows that published some alone")
     parser.add_argument("--kept", action="store_true", help="run nothing: print the rows that were run")
     arguments = parser.parse_args()
     arguments.out = arguments.out.resolve()
@@ -122,11 +140,15 @@ def main() -> None:
     assets.make(arguments.out / "assets")
     texts = [text for text in arguments.only.split(",") if text]
     print(
-        "| job | GPUs | allocated GiB | reserved GiB | published | difference | CPU s | "
+        "| job | GPUs | step ms | tokens/s per GPU | published | difference | |\n|---|---|---|---|---|---|---|"
+        if arguments.times
+        else "| job | GPUs | allocated GiB | reserved GiB | published | difference | CPU s | "
         "|\n|---|---|---|---|---|---|---|---|"
     )
     for row in [*(kempnerforge.ROWS if arguments.kempnerforge else []), *frameworks.ROWS]:
         if texts and not any(text in row.name for text in texts):
+            continue
+        if arguments.times and not row.published_tokens:
             continue
         kept = arguments.out / f"{row.name}.json"
         if arguments.kept and not kept.exists():
@@ -141,7 +163,7 @@ def main() -> None:
             kept.write_text(
                 json.dumps(run(row, folder, python, arguments.rehearse.split(), arguments.out, arguments.limit))
             )
-        print(line(row, json.loads(kept.read_text())), flush=True)
+        print((time_line if arguments.times else line)(row, json.loads(kept.read_text())), flush=True)
 
 
 if __name__ == "__main__":

@@ -90,12 +90,22 @@ class Operator:
         if _library is None:
             return
         count = len(self._tensors)
-        addresses, sizes = (ctypes.c_uint64 * count)(), (ctypes.c_uint64 * count)()
-        written = (ctypes.c_uint8 * count)()
-        for i, (tensor, writes) in enumerate(self._tensors):
-            addresses[i], sizes[i], written[i] = tensor.data_ptr(), _span_bytes(tensor), writes
+        sizes: list[int] = []
+        strides: list[int] = []
+        for tensor, _ in self._tensors:
+            sizes += tensor.shape or [1]
+            dense = tensor.is_contiguous() or _has_no_gaps(tensor)
+            strides += [-1, *[0] * (tensor.dim() - 1)] if dense or tensor.dim() == 0 else tensor.stride()
+        names = [str(tensor.dtype).removeprefix("torch.").encode() for tensor, _ in self._tensors]
         _library.shardplan_record_operator_end(
-            self._name.encode(errors="backslashreplace"), count if kind is None else -1, addresses, sizes, written
+            self._name.encode(errors="backslashreplace"),
+            count if kind is None else -1,
+            (ctypes.c_uint64 * count)(*[tensor.data_ptr() for tensor, _ in self._tensors]),
+            (ctypes.c_char_p * count)(*names),
+            (ctypes.c_int32 * count)(*[tensor.dim() for tensor, _ in self._tensors]),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+            (ctypes.c_int64 * len(strides))(*strides),
+            (ctypes.c_uint8 * count)(*[writes for _, writes in self._tensors]),
         )
 
 
@@ -103,8 +113,13 @@ def is_recording() -> bool:
     return _library is not None
 
 
-def _span_bytes(tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+def _has_no_gaps(tensor) -> bool:
+    """Its elements are one stretch of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
