@@ -157,13 +157,16 @@ def mfu_scaling() -> list[Row]:
     return [*rows, scaling(1, 1, "7B", 1, None, batch=(2, 4)), scaling(2, 2, "7B", 1, None, batch=(4, 2))]
 
 
-# Tokens/s of one GPU in the reports' tables. The reports print more rows than these.
+# Tokens/s of one GPU in the reports' tables, and tokens of a step and GPU: its batch, micro-batches and sequence, over
+# the GPUs that share a batch. The reports print more rows than these.
 TOKENS = {
-    "scaling_02_batch2_compiled": 9364.0, "scaling_04_batch4_compiled": 9745.8, "scaling_08_batch4_eager": 4425.6,
-    "scaling_12_batch4_compiled": 4872.4, "scaling_14_batch2_compiled": 551.8, "validation_7b_compiled": 9714.5,
-    "validation_7b_12gpu_tp4_compiled": 5587.1, "validation_7b_32gpu_fsdp_compiled": 9293.2,
-    "validation_70b_32gpu_tp4_compiled": 555.3, "packed_e8_unpacked": 6065.1, "packed_e8_packed": 6371.5,
-    "ep_deferred_b2_full": 443.8, "ep_deferred_b8_full": 656.2, "ep_wrapped_b12_full": 843.8,
+    "scaling_02_batch2_compiled": (9364.0, 32768), "scaling_04_batch4_compiled": (9745.8, 32768),
+    "scaling_08_batch4_eager": (4425.6, 65536), "scaling_12_batch4_compiled": (4872.4, 8192),
+    "scaling_14_batch2_compiled": (551.8, 8192), "validation_7b_compiled": (9714.5, 131072),
+    "validation_7b_12gpu_tp4_compiled": (5587.1, 32768), "validation_7b_32gpu_fsdp_compiled": (9293.2, 65536),
+    "validation_70b_32gpu_tp4_compiled": (555.3, 8192), "packed_e8_unpacked": (6065.1, 16384),
+    "packed_e8_packed": (6371.5, 16384), "ep_deferred_b2_full": (443.8, 4096), "ep_deferred_b8_full": (656.2, 4096),
+    "ep_wrapped_b12_full": (843.8, 6144),
 }  # fmt: skip
 CLUSTER = "h200_64_nodes_of_4"  # theirs: four H200 a node, NDR between
 
@@ -207,4 +210,8 @@ _PEAKS = [
         )
     ),
 ]
-ROWS = [replace(row, cluster=CLUSTER, published_tokens=TOKENS.get(row.name)) for row in _PEAKS]
+ROWS = [
+    replace(row, cluster=CLUSTER, published_tokens=tokens[0], tokens=tokens[1])
+    for row in _PEAKS
+    for tokens in [TOKENS.get(row.name, (None, 0))]
+]

@@ -21,3 +21,4 @@ class Row:
     note: str = ""
     cluster: str = ""  # whose time is asked for; "": none
     published_tokens: float | None = None  # tokens/s of one GPU that its authors printed
+    tokens: int = 0  # of one step, and of one GPU

@@ -44,7 +44,6 @@ def peaks(report: pathlib.Path) -> dict:
     memory = document["memory"]
     return {
         "allocated": memory["peak_bytes"], "reserved": memory["reserved_bytes"], "step_ns": document["step_ns"],
-        "tokens": document["tokens_per_second_per_rank"],
     }  # fmt: skip
 
 
@@ -107,12 +106,13 @@ def line(row: Row, result: dict) -> str:
 
 def time_line(row: Row, result: dict) -> str:
     """Tokens/s of a GPU, simulated from what the rank issued, beside what was published."""
-    if not result.get("tokens"):
-        return f"| {row.title} | {row.gpus} | - | - | {row.published_tokens or '-'} | | {row.note} |"
-    off = f"{100 * (result['tokens'] / row.published_tokens - 1):+.1f} %" if row.published_tokens else "-"
+    if not result.get("step_ns"):
+        return f"| {row.title} | {row.gpus} | - | - | {row.published_tokens} | | {row.note} |"
+    tokens = row.tokens / (result["step_ns"] / 1e9)
+    off = f"{100 * (tokens / row.published_tokens - 1):+.1f} %"
     return (
-        f"| {row.title} | {row.gpus} | {result['step_ns'] / 1e6:.1f} | {result['tokens']} | "
-        f"{row.published_tokens or '-'} | {off} | {row.note} |"
+        f"| {row.title} | {row.gpus} | {result['step_ns'] / 1e6:.1f} | {tokens:.0f} | {row.published_tokens} | {off} | "
+        f"{row.note} |"
     )
 
 
