@@ -48,7 +48,8 @@ CASES = [
     ("llama3", "tp8", "spmd_types"), ("llama3", "cp2_tp2", "spmd_types"), ("deepseek_v3", "ep4", "spmd_types"),
     ("deepseek_v3", "ep4_tp2", "partial_dtensor"), ("deepseek_v3", "ep4_hsdp2", "spmd_types"),
     ("deepseek_v3", "ep4_tp2", "spmd_types"), ("deepseek_v3", "ep2_tp4", "spmd_types"),
-    ("deepseek_v3", "ep2_tp4", "partial_dtensor"), ("qwen3", "ep2_cp2", "spmd_types"), ("qwen3", "ep2_tp2", "spmd_types"),
+    ("deepseek_v3", "ep2_tp4", "partial_dtensor"),
+    ("qwen3", "ep2_cp2", "spmd_types"), ("qwen3", "ep2_tp2", "spmd_types"),
     ("gpt_oss", "ep2", "spmd_types"),
     ("gpt_oss", "ep8", "partial_dtensor"),
 ]
@@ -274,12 +275,13 @@ def test_a_sweep_has_the_same_variants(variants, tmp_path):
     _, written = variants
     rows = tmp_path / "rows.csv"
     words = [f"--trace-flag={word}" for word in words_of("deepseek_v3")[8:]]  # behind module, config and SMALL
+    environment = {**os.environ, "SHARDPLAN_PYTHON": sys.executable}
     done = subprocess.run(
         [
             build_folder() / "bin" / "shardplan", "sweep", "torchtitan:deepseek_v3:deepseek_v3_debugmodel", "--batch",
             "2", "--seq", "512", "--cluster", "h100_sxm_8", *VARIED, *words, "-q", "-o", rows,
         ],
-        capture_output=True, text=True, timeout=600, check=False, env={**os.environ, "SHARDPLAN_PYTHON": sys.executable},
+        capture_output=True, text=True, timeout=600, check=False, env=environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = list(csv.DictReader(rows.read_text().splitlines()))
