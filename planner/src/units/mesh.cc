@@ -28,6 +28,31 @@ const StrategyMeshDim* Mesh::Find(std::string_view name) const {
   return found == dims_.end() ? nullptr : &*found;
 }
 
+void Mesh::NoteOthers(const std::vector<Communicator>& others) {
+  for (const Communicator& other : others) {
+    if (!other.dims.empty() || Find(other.name) != nullptr) continue;
+    if (std::vector<std::string> over = Over(other.size, other.stride); !over.empty())
+      others_.emplace(other.name, std::move(over));
+  }
+}
+
+std::vector<std::string> Mesh::Over(std::string_view name) const {
+  if (Find(name) != nullptr) return {std::string(name)};
+  const auto other = others_.find(name);
+  return other == others_.end() ? std::vector<std::string>() : other->second;
+}
+
+std::vector<std::string> Mesh::Over(std::int64_t size, std::int64_t stride) const {
+  std::vector<std::string> over;
+  std::int64_t own = 1;  // stride
+  for (auto dim = dims_.rbegin(); dim != dims_.rend(); own *= dim->size, ++dim) {
+    if (own >= stride && own < stride * size && dim->size > 1) over.push_back(dim->name);
+  }
+  const MeshDigits digits = Flatten(over);
+  const bool are_they = digits.size() == 1 && digits[0].size == size && digits[0].stride == stride;
+  return are_they ? over : std::vector<std::string>();
+}
+
 MeshDigits Mesh::Flatten(const std::vector<std::string>& names) const {
   MeshDigits digits;  // the least significant first
   std::int64_t stride = 1;

@@ -2,6 +2,8 @@
 // The mesh of ranks and the groups that FSDP makes of it.
 #pragma once
 
+#include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -23,11 +25,19 @@ class Mesh {
 
   const std::vector<StrategyMeshDim>& dims() const { return dims_; }
   const StrategyMeshDim* Find(std::string_view name) const;
+  // Dimensions of the job's other meshes, which may lie over several of this one.
+  void NoteOthers(const std::vector<Communicator>& others);
+  // The dimensions of this mesh that one of the job's lies over: itself, or several. Empty: there are none.
+  std::vector<std::string> Over(std::string_view name) const;
   // The dimensions of `names`, flattened in the mesh's order (whatever the order of the names).
   MeshDigits Flatten(const std::vector<std::string>& names) const;
 
  private:
+  // ... and that have ranks `stride` apart, `size` of them.
+  std::vector<std::string> Over(std::int64_t size, std::int64_t stride) const;
+
   std::vector<StrategyMeshDim> dims_;
+  std::map<std::string, std::vector<std::string>, std::less<>> others_;
 };
 
 std::int64_t RanksOf(const MeshDigits& digits);

@@ -17,7 +17,7 @@ class PerParameterUnits final : public UnitMaker {
   bool HasRoot() const override { return strategy_.fsdp2.shard_root; }
 
   Status Begin(std::int64_t cluster_ranks, Partition& partition) override {
-    return communicators_.Begin(cluster_ranks, partition);
+    return communicators_.Begin(trace_, cluster_ranks, partition);
   }
 
   Result<std::vector<UnitRule>> Rules(std::vector<UnitRule> rules, const std::set<ModuleId>&,

@@ -30,10 +30,11 @@ Result<MeshDigits> AdjacentRanks(const UnitChoice& choice, std::int64_t size, co
 
 }  // namespace
 
-Status UnitCommunicators::Begin(std::int64_t cluster_ranks, Partition& partition) {
+Status UnitCommunicators::Begin(const Trace& trace, std::int64_t cluster_ranks, Partition& partition) {
   Result<Mesh> mesh = Mesh::Make(strategy_.mesh, cluster_ranks);
   if (!mesh) return std::unexpected(mesh.error());
   mesh_ = std::move(*mesh);
+  mesh_.NoteOthers(trace.communicators);
   partition.mesh = mesh_.dims();
   if (strategy_.data_parallel) {
     data_parallel_ = *strategy_.data_parallel;
@@ -90,9 +91,9 @@ CommunicatorId UnitCommunicators::ReplicateGroup(const std::string& name, const 
   return *one_replica_;
 }
 
-// ... over a dimension of the mesh that is not FSDP's.
+// ... over a dimension that is not FSDP's, of the mesh or of another one of the job's.
 CommunicatorId UnitCommunicators::GroupOfDim(const std::string& name, Partition& partition) {
-  const CommunicatorId group = GroupOf(name, mesh_.Flatten({name}), partition);
+  const CommunicatorId group = GroupOf(name, mesh_.Flatten(mesh_.Over(name)), partition);
   partition.mesh_groups.emplace(name, group);
   return group;
 }

@@ -18,7 +18,7 @@ class UnitCommunicators {
   explicit UnitCommunicators(const Strategy& strategy) : strategy_(strategy) {}
 
   // Makes the mesh and the groups of units that give none. kBadInput for a mesh that does not fit.
-  Status Begin(std::int64_t cluster_ranks, Partition& partition);
+  Status Begin(const Trace& trace, std::int64_t cluster_ranks, Partition& partition);
   const Mesh& mesh() const { return mesh_; }
 
   // The modules that the all-reduce hooks name. kBadInput for one that matches nothing.

@@ -76,18 +76,20 @@ class ParameterKnobs {
   Status CheckPlacements(const UnitParameter& parameter) const {
     for (const ParameterPlacement& placement : parameter.placements) {
       if (placement.size == 1) continue;  // one rank: no mesh needs to have it
+      const std::vector<std::string> over = mesh_.Over(placement.mesh_dim);
       const auto own = [&](const std::vector<std::string>& dims) {
-        return std::ranges::find(dims, placement.mesh_dim) != dims.end();
+        return std::ranges::find_first_of(dims, over) != dims.end();
       };
-      if (placement.dim >= 0 && (own(choice_.data_parallel.shard) || own(choice_.data_parallel.replicate))) {
+      if ((placement.dim >= 0 || over.size() > 1) &&
+          (own(choice_.data_parallel.shard) || own(choice_.data_parallel.replicate))) {
         return Bad(fmt::format("{} is cut along a mesh dimension that FSDP itself works on", parameter.fqn),
                    placement.mesh_dim, "replicated there");
       }
-      const StrategyMeshDim* dim = mesh_.Find(placement.mesh_dim);
-      if (dim == nullptr || dim->size != placement.size) {
+      const std::int64_t size = RanksOf(mesh_.Flatten(over));
+      if (over.empty() || size != placement.size) {
         return MakeInputError(
             "/mesh", fmt::format("{} is placed over a dimension that the mesh does not have", parameter.fqn),
-            dim == nullptr ? "none" : fmt::format("{} of size {}", dim->name, dim->size),
+            over.empty() ? "none" : fmt::format("{} of size {}", placement.mesh_dim, size),
             fmt::format("{} of size {}", placement.mesh_dim, placement.size));
       }
     }

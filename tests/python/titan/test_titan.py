@@ -47,7 +47,9 @@ CASES = [
     ("llama3", "", "spmd_types"), ("llama3", "hsdp2", "spmd_types"), ("llama3", "tp2", "partial_dtensor"),
     ("llama3", "tp8", "spmd_types"), ("llama3", "cp2_tp2", "spmd_types"), ("deepseek_v3", "ep4", "spmd_types"),
     ("deepseek_v3", "ep4_tp2", "partial_dtensor"), ("deepseek_v3", "ep4_hsdp2", "spmd_types"),
-    ("deepseek_v3", "ep4_tp2", "spmd_types"), ("qwen3", "ep2_cp2", "spmd_types"), ("qwen3", "ep2_tp2", "spmd_types"),
+    ("deepseek_v3", "ep4_tp2", "spmd_types"), ("deepseek_v3", "ep2_tp4", "spmd_types"),
+    ("deepseek_v3", "ep2_tp4", "partial_dtensor"),
+    ("qwen3", "ep2_cp2", "spmd_types"), ("qwen3", "ep2_tp2", "spmd_types"),
     ("gpt_oss", "ep2", "spmd_types"),
     ("gpt_oss", "ep8", "partial_dtensor"),
 ]
@@ -135,6 +137,18 @@ def test_experts_of_ep_over_tp_are_cut_along_both(planned):
     experts = next(p for p in trace["parameters"] if p["fqn"].endswith("inner_experts.w1_EFD"))
     assert [(p["mesh_dim"], p["size"], p["dim"]) for p in experts["placements"]] == [("ep_1", 2, 0), ("tp", 2, 0)]
     assert any(entry["name"] == "ep" and entry["size"] == 4 for entry in plan["communicators"])
+
+
+def test_a_replicated_gradient_is_one_sum_over_a_tp_that_ep_divides(planned):
+    _, plan, strategy, trace, _ = planned(*words_of("deepseek_v3", "ep2_tp4"))
+    assert [(dim["name"], dim["size"]) for dim in strategy["mesh"]] == [("dp_shard", 2), ("tp_1", 2), ("ep", 2)]
+    norm = next(p for p in trace["parameters"] if p["fqn"] == "layers.0.attention_norm.weight")
+    assert norm["placements"] == [{"mesh_dim": "tp", "size": 4, "grad_partial": True}]
+    over = [
+        i["communicator"] for trigger in plan["steps"][-1]["triggers"] for i in trigger["instructions"]
+        if i["kind"] == "all_reduce" and i.get("unit") == "layers.0"
+    ]
+    assert over and set(over) == {"tp"}
 
 
 def test_what_is_printed(planned):
@@ -261,13 +275,13 @@ def test_a_sweep_has_the_same_variants(variants, tmp_path):
     _, written = variants
     rows = tmp_path / "rows.csv"
     words = [f"--trace-flag={word}" for word in words_of("deepseek_v3")[8:]]  # behind module, config and SMALL
+    environment = {**os.environ, "SHARDPLAN_PYTHON": sys.executable}
     done = subprocess.run(
         [
             build_folder() / "bin" / "shardplan", "sweep", "torchtitan:deepseek_v3:deepseek_v3_debugmodel", "--batch",
             "2", "--seq", "512", "--cluster", "h100_sxm_8", *VARIED, *words, "-q", "-o", rows,
         ],
-        capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, "SHARDPLAN_PYTHON": sys.executable},
+        capture_output=True, text=True, timeout=600, check=False, env=environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = list(csv.DictReader(rows.read_text().splitlines()))

@@ -25,6 +25,7 @@ MODELS = {
 }
 PARALLELISM = {
     "hsdp": ("data_parallel_replicate_degree", "2"), "tp": ("tensor_parallel_degree", "2"),
+    "tp4": ("tensor_parallel_degree", "4"),
     "cp": ("context_parallel_degree", "2"), "ep": ("expert_parallel_degree", "2"),
     "local": ("spmd_backend", "partial_dtensor"),
 }
@@ -34,6 +35,7 @@ CASES = [
     ("llama3", 2, ""), ("llama3", 4, "hsdp"), ("llama3", 4, "tp"), ("llama3", 4, "tp local"), ("llama3", 2, "cp"),
     ("deepseek_v3", 2, "ep"), ("qwen3", 4, "ep"), ("qwen3", 4, "ep local"), ("gpt_oss", 4, "ep"),
     ("llama3", 2, "twice"), ("llama3", 2, "thrice"), ("deepseek_v3", 4, "ep twice"),
+    ("deepseek_v3", 4, "tp4 ep"),
 ]
 
 

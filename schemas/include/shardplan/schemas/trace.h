@@ -71,7 +71,7 @@ struct Communicator {
 // The placement of a parameter on one dimension of the mesh that is not FSDP's own (tensor, expert, ...
 // parallelism), as a DTensor has it.
 struct ParameterPlacement {
-  std::string mesh_dim;       // its name, as in the strategy's mesh
+  std::string mesh_dim;       // its name, as in the strategy's mesh; or that of a communicator over several
   std::int64_t size = 1;      // ranks along it
   std::int32_t dim = -1;      // the parameter's dimension that is cut along it; -1: replicated
   bool grad_partial = false;  // replicated: the gradient comes as a partial sum, to be reduced over it

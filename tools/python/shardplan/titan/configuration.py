@@ -29,8 +29,8 @@ def configuration(words: list[str], program: str) -> Any:
     except (ValueError, AssertionError) as error:
         raise TracerError(f"torchtitan refuses the job: {error}") from error
     except Exception as error:  # --config names any callable of a module, which is called
-        said = error or type(error).__name__
-        raise TracerError(f"--config names no configuration of torchtitan's: {said}") from error
+        why = str(error) or type(error).__name__
+        raise TracerError(f"--config names no configuration of torchtitan's: {why}") from error
     if getattr(config, "model_spec", None) is None:
         raise TracerError(
             f"--config names no configuration of torchtitan's trainer (found a {type(config).__name__}, expected a "

@@ -6,7 +6,8 @@ those that tensor and expert parallelism cut along are dimensions of it. A job m
 ranks: torchtitan's dense one (dp_shard, tp) and its sparse one (efsdp, ep). Each dimension is digits of a rank's
 number, and the strategy's mesh has a dimension between any two places where some digit begins or ends. FSDP's
 dimensions are flattened from these. A parameter that is cut along several of them (experts of ep, which lies over tp)
-is cut along each in the trace that goes with the strategy.
+is cut along each in the trace that goes with the strategy. One that is replicated along several stays so along the
+job's own dimension: its gradient is one sum over all of these ranks.
 """
 
 from __future__ import annotations
@@ -201,14 +202,9 @@ class _Document:
             placements = []
             for placement in parameter.get("placements", ()):
                 inside = mesh.split.get(placement["mesh_dim"])
-                if inside is None:
+                if inside is None or "dim" not in placement:
                     placements.append(placement)
                     continue
-                if "dim" not in placement:
-                    raise NotSaid(
-                        f"{parameter['fqn']} is replicated along {placement['mesh_dim']}, which lies over several "
-                        f"dimensions of the job's other meshes ({', '.join(inside)}): a strategy document has one mesh"
-                    )
                 placements += [{**placement, "mesh_dim": name, "size": mesh.size(name)} for name in inside]
             if placements:
                 parameter["placements"] = placements

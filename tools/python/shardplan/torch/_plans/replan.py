@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from shardplan.tracer.communicators import digits
+
 from .._job.arguments import PlanError
 from .._model.outline import module_entries
 from .documents import RequiresGrad, plan_of
@@ -267,6 +269,7 @@ class _Trace:
             "model": model,
             "source": "the points that a step passed",
             "compute_dtype": self._plan.units[0].param_dtype,
+            **_other_meshes(self._plan),
             "modules": module_entries(names, parameters),
             "parameters": parameters,
             "forwards": self._forwards,
@@ -274,6 +277,21 @@ class _Trace:
             # With it a backward without any pre_backward has no end.
             **({"calls": self._order} if self._unseen else {}),
         }
+
+
+def _other_meshes(plan) -> dict:
+    """Dimensions of the job's other meshes that parameters lie on, as the trace has them that the plan was made of."""
+    own = {dim.name for dim in plan.mesh}
+    lie_on = {
+        placement["mesh_dim"] for unit in plan.units for parameter in unit.parameters
+        for placement in parameter.placements
+    }
+    found = {c.name: digits(tuple(sorted(c.group_of(0))), plan.world_size) for c in plan.communicators}
+    entries = [
+        {"name": name, "size": found[name][0][0], "stride": found[name][0][1]}
+        for name in sorted(lie_on - own) if len(found.get(name) or ()) == 1
+    ]
+    return {"world_size": plan.world_size, "communicators": entries} if entries else {}
 
 
 def _with_modules(plan, log: list[tuple]) -> list[tuple]:
