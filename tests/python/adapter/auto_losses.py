@@ -110,9 +110,9 @@ def _trained(model: nn.Module, sets: bool, micro_batches: int = 1) -> dict[str, 
 
 
 def backwards_inside_the_loss(how: str, folder: str) -> tuple[float, str]:
-    """how: under sp.auto "with" the setters around the chunks or "without", "with_twice" in two micro-batches a step, or
-    by a "planned" step that must not deviate. The way "planned_in_root": the head is no unit, so that no hook runs in
-    the backwards of the chunks. The way "flat": under FSDP1."""
+    """how: under sp.auto "with" the setters around the chunks or "without", "with_twice" in two micro-batches a
+    step, or by a "planned" step that must not deviate. The way "planned_in_root": the head is no unit, so that no hook
+    runs in the backwards of the chunks. The way "flat": under FSDP1."""
     if how.startswith("flat"):
         return _flat(how == "flat_bf16", folder)
     sets, micro_batches = how in ("with", "with_twice"), 2 if how == "with_twice" else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that lack a wait, or free too early, and their sums: numbers.py. Each sum is 3 * 2^20 where nothing races."""
+"""Programs that lack a wait, or free too early, and their sums. Each sum is 3 * 2^20 where nothing races."""
 
 import json
 
