@@ -154,6 +154,14 @@ bool Recorder::Begin(const char* path) {
   return true;
 }
 
+void Recorder::End() {
+  Recorder* recorder = Get();
+  if (recorder == nullptr) return;
+  the_recorder.store(nullptr, std::memory_order_release);
+  const std::lock_guard lock(recorder->mutex_);
+  (void)std::fflush(recorder->file_);
+}
+
 void Recorder::Write(RecordedLine line) {
   const std::string text = line.Take();
   const std::lock_guard lock(mutex_);
@@ -396,7 +404,7 @@ void Recorder::TakenOver(std::uint64_t object) {
 
 void Recorder::Mark(std::string_view phase, int step) {
   RecordedLine line("phase");
-  if (step >= 0) Write(std::move(line.Text(phase).Number(step)));
+  Write(std::move(line.Text(phase).Number(step)));
   const std::lock_guard lock(mutex_);
   (void)std::fflush(file_);
 }
@@ -532,10 +540,12 @@ void shardplan_record_operator_end(const char* name, int count, const std::uint6
   }
   EndOperator(name, reads, writes, nullptr);
 }
-// step: -1: no phase ends, but all is in the file then.
 void shardplan_record_phase(const char* phase, int step) {
   if (Recorder* recorder = Recorder::Get()) recorder->Mark(phase, step);
 }
+// All is in the file then. Threads that go on are not recorded: Python, whose frames they would ask for, may
+// end.
+void shardplan_record_end() { Recorder::End(); }
 void shardplan_record_hand_over(std::uint64_t object) {
   if (Recorder* recorder = Recorder::Get()) recorder->HandedOver(object);
 }

@@ -50,6 +50,8 @@ class Recorder {
   static Recorder* Get();
   // False: the file cannot be written, or one is written already.
   static bool Begin(const char* path);
+  // Nothing is recorded from now on. Who is in a call of it may still write.
+  static void End();
 
   void Kernel(const Stream& stream, std::string_view name, bool known, std::span<const RecordedTensor> reads,
               std::span<const RecordedTensor> writes);

@@ -57,7 +57,7 @@ def end(torch: ModuleType) -> None:
     if _library is None or path is None:
         return
     learn_groups()
-    _library.shardplan_record_phase(b"", -1)  # all is in the file
+    _library.shardplan_record_end()
     from . import flops
 
     the_run().tell("described", {"groups": _groups, "flops": flops.of_recorded(torch, path)})

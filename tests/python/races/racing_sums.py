@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that lack a wait, or free too early, and their sums. Each sum is 3 * 2^20 where nothing races."""
+"""Programs that lack a wait, or free too early, and their sums. Each sum is 3 * 2^16 where nothing races."""
 
 import json
 
 import torch
 
-SIZE = 1 << 20
+SIZE = 1 << 16
+RIGHT = 3.0 * SIZE
+TRIES = 20
 
 
 def unordered() -> float:
@@ -52,4 +54,10 @@ def offloaded() -> float:
     return total
 
 
-print(json.dumps({case.__name__: case() for case in (unordered, not_awaited, freed, offloaded)}))
+def worst(case) -> float:
+    """The first wrong sum of some tries: another one has another order."""
+    sums = [case() for _ in range(TRIES)]
+    return next((total for total in sums if total != RIGHT), RIGHT)
+
+
+print(json.dumps({case.__name__: worst(case) for case in (unordered, not_awaited, freed, offloaded)}))
