@@ -45,6 +45,7 @@ def _edges(module: str, where: str, *edges: tuple) -> list[Edge]:
 
 
 PLAIN = "default bf16 keep_after_forward"
+REDUCES_TWICE = "reduces_twice_hsdp reduces_twice_hsdp_bf16 reduces_twice_hook_bf16"
 HSDP = "hsdp hsdp_bf16 pinned_offload_hsdp_bf16 hsdp_accumulate_partial_bf16"
 
 _GATHER = (
@@ -86,7 +87,7 @@ _FSDP2 = [
     *_edges(
         GROUP, "FSDPCommContext.release_all_gather_state_on_current_stream",
         ("release_on_current", "self.device_handle.current_stream().wait_event(all_gather_state.event)",
-         "grouped_head_in_chunks fails_in_forward"),
+         "grouped_head_in_chunks fails_in_forward beside_in_chunks fails_in_forward_beside"),
     ),
     *_edges(
         GROUP, "FSDPParamGroup.unshard",
@@ -109,7 +110,7 @@ _FSDP2 = [
     ),
     *_edges(
         GROUP, "FSDPParamGroup._reset_iter_state",
-        ("reset_gather_event", "current_stream.wait_event(event)", "fails_in_forward fails_in_backward"),
+        ("reset_gather_event", "current_stream.wait_event(event)", "fails_in_forward_prefetched fails_in_backward_prefetched"),
         ("reset_gather_work", "work.wait()", "fails_in_forward_async"),
         ("reset_reduced", "current_stream.wait_event(self._post_reduce_event)", "fails_in_backward"),
         ("reset_all_reduced", "current_stream.wait_event(self._all_reduce_state.event)", "fails_in_backward_hsdp_bf16"),
@@ -120,10 +121,11 @@ _FSDP2 = [
         GROUP, "FSDPParamGroup.post_backward",
         ("input_reused", "oldest.allocation_stream.wait_event(oldest.event)", f"{PLAIN} input_buffers_2"),
         ("input_reused_current", "current_stream.wait_event(oldest.event)", f"{PLAIN} input_buffers_2"),
-        ("own_last_reduction", "self._wait_for_post_backward()", f"accumulate_with_communication_bf16 {HSDP}"),
+        ("own_last_reduction", "self._wait_for_post_backward()", f"reduces_twice {REDUCES_TWICE}"),
         ("partial_repacked", "rs_stream.wait_stream(self.device_handle.current_stream())",
-         "hsdp_accumulate_partial hsdp_accumulate_partial_bf16"),
-        ("last_reduction_kept", "self.comm_ctx._last_post_reduce_events[post_reduce_stream] = self._post_reduce_event", PLAIN),
+         "repacked"),
+        ("last_reduction_kept", "self.comm_ctx._last_post_reduce_events[post_reduce_stream] = self._post_reduce_event",
+         f"{PLAIN} hsdp_bf16"),
         ("input_held",
          "self.comm_ctx.reduce_scatter_states.append(ReduceScatterState(reduce_scatter_input, reduce_scatter_event, "
          "self.device_handle.current_stream(), self))", PLAIN,
@@ -137,9 +139,9 @@ _FSDP2 = [
     *_edges(
         GROUP, "FSDPParamGroup._wait_for_post_backward",
         ("own_reduced", "self.device_handle.current_stream().wait_event(self._post_reduce_event)",
-         f"accumulate_with_communication_bf16 {HSDP}"),
+         f"reduces_twice {REDUCES_TWICE}"),
         ("own_all_reduced", "self.device_handle.current_stream().wait_event(self._all_reduce_state.event)",
-         f"{HSDP} hsdp_accumulate"),
+         REDUCES_TWICE),
     ),
     *_edges(
         GROUP, "FSDPParamGroup.finalize_backward",
@@ -156,10 +158,10 @@ _FSDP2 = [
         ("reduce_hook_wait", "all_reduce_stream.wait_stream(reduce_scatter_stream)",
          "reduce_hook reduce_hook_on_stream", {"count": 2, "which": 1}),
         ("all_reduce_input", "all_reduce_input = reduce_output", HSDP, {"count": 2, "which": 0}),
-        ("hook_input", "all_reduce_input = reduce_output", "reduce_hook reduce_hook_on_stream", {"count": 2, "which": 1}),
-        ("all_reduce_event", "all_reduce_event = all_reduce_stream.record_event()", HSDP,
+        ("hook_input", "all_reduce_input = reduce_output", "reduce_hook_bf16 reduce_hook_on_stream_bf16", {"count": 2, "which": 1}),
+        ("all_reduce_event", "all_reduce_event = all_reduce_stream.record_event()", REDUCES_TWICE,
          {"count": 2, "which": 0, "instead": "all_reduce_event = torch.cuda.Event()"}),
-        ("hook_event", "all_reduce_event = all_reduce_stream.record_event()", "reduce_hook reduce_hook_on_stream",
+        ("hook_event", "all_reduce_event = all_reduce_stream.record_event()", "reduces_twice_hook_bf16",
          {"count": 2, "which": 1, "instead": "all_reduce_event = torch.cuda.Event()"}),
         ("offload_event", "fsdp_param.grad_offload_event = post_reduce_stream.record_event()", "pinned_offload pinned_offload_hsdp"),
         ("offload_blocks",
@@ -191,14 +193,14 @@ _FSDP2 = [
         STATE, "FSDPState._end_backward_iteration",
         ("backward_ends_reduced", "current_stream.wait_event(event)", f"{PLAIN} hsdp_bf16"),
         ("backward_ends_gathered", "self._comm_ctx.release_all_gather_state_on_current_stream()",
-         "grouped_head_in_chunks", {"instead": "self._comm_ctx.all_gather_state = None"}),
-        ("backward_ends_input", "rs_state.allocation_stream.wait_event(rs_state.event)", f"{PLAIN} input_buffers_4_bf16"),
+         "grouped_head_in_chunks beside_in_chunks", {"instead": "self._comm_ctx.all_gather_state = None"}),
+        ("backward_ends_input", "rs_state.allocation_stream.wait_event(rs_state.event)", f"{PLAIN} input_buffers_4_bf16 beside"),
     ),
     *_edges(
         STATE, "FSDPState._reset_iter_state",
-        ("reset_gathered", "self._comm_ctx.release_all_gather_state_on_current_stream()", "fails_in_forward",
+        ("reset_gathered", "self._comm_ctx.release_all_gather_state_on_current_stream()", "fails_in_forward fails_in_forward_beside",
          {"instead": "self._comm_ctx.all_gather_state = None"}),
-        ("reset_input", "rs_state.allocation_stream.wait_event(rs_state.event)", "fails_in_backward"),
+        ("reset_input", "rs_state.allocation_stream.wait_event(rs_state.event)", "fails_in_backward fails_in_backward_beside"),
         ("reset_last_reduced", "current_stream.wait_event(event)", "fails_in_backward fails_in_backward_hsdp_bf16"),
     ),
     *_edges(

@@ -21,15 +21,18 @@ RANKS = 4
 
 
 def judged(edge: Edge) -> dict:
-    """What the proof says without the edge, and without those beside it."""
+    """What the proof says without the edge; of an implied one, also which races there are without it and those beside it
+    that are not there without those beside it alone."""
     begun = time.monotonic()
     alone = of_settings(edge.kind, RANKS, edge.cases, (edge.name,))
     result = {"name": edge.name, "alone": alone.verdict, "races": list(alone.races), "trained": alone.trained}
-    if edge.beside:
+    result["as_expected"] = alone.verdict == ("none" if edge.implied else "races")
+    if edge.implied and edge.beside:
         together = of_settings(edge.kind, RANKS, edge.cases, (edge.name, *edge.beside))
-        result.update(together=together.verdict, races_together=list(together.races))
-    wanted = {"alone": "none" if edge.implied else "races", **({"together": "races"} if edge.beside else {})}
-    result["as_expected"] = all(result[name] == value for name, value in wanted.items())
+        others = of_settings(edge.kind, RANKS, edge.cases, edge.beside)
+        more = together.reports - others.reports
+        result.update(together=together.verdict, others=others.verdict, more=sorted(more))
+        result["as_expected"] &= bool(more) and others.verdict in ("races", "none")
     result["seconds"] = round(time.monotonic() - begun, 1)
     return result
 
@@ -40,7 +43,7 @@ def line(edge: Edge, result: dict) -> str:
     elif result["alone"] == "none":
         said = f"implied: {edge.implied or 'NOT EXPLAINED'}"
         if edge.beside:
-            said += f"; without {', '.join(edge.beside)}: {result.get('together')}"
+            said += f"; without {', '.join(edge.beside)}: {result['together']}, {len(result['more'])} of this edge"
     else:
         said = result["alone"][-300:].replace("\n", " ")
     return f"| {edge.name} | `{edge.where}` | {said} | {result['trained']}/{len(edge.cases)} | {result['seconds']} |"

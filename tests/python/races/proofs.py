@@ -21,6 +21,13 @@ class Proof:
     text: str
 
     @property
+    def reports(self) -> frozenset[str]:
+        """Each race by what races and where, without addresses, streams and counts."""
+        blocks = re.findall(r"^race \d+ \(\d+ times?\): (.*\n(?:  .*\n)+)", self.text + "\n", re.MULTILINE)
+        whole = [re.sub(r"0x[0-9a-f]+ to 0x[0-9a-f]+|stream \d+", "", block) for block in blocks]
+        return frozenset(block.partition("  missing")[0] for block in whole)
+
+    @property
     def accesses(self) -> int:
         found = re.search(r"\((\d+) accesses to memory\)", self.text)
         return int(found.group(1)) if found else 0

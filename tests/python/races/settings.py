@@ -28,10 +28,12 @@ import flat_settings  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from equivalence import Case  # noqa: E402
-from equivalence_settings import BF16, END, HSDP, accumulation, micro  # noqa: E402
+from equivalence_settings import BF16, END, HSDP, accumulation, micro, setter  # noqa: E402
 from torch.utils._pytree import tree_map_only  # noqa: E402
 
 MOST_MICROBATCHES = 4
+# Gradients are reduced in another dtype than that of the parameters: what is reduced is cast, and then dropped.
+REDUCED_IN_BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 
 # CUDA waits for copies of memory that is not pinned: `pinned_` has the case with such copies.
 MORE_OF_FSDP2 = [
@@ -54,29 +56,73 @@ MORE_OF_FSDP2 = [
     equivalence_settings.case("from_process_group", fsdp2={"from_process_group": True}),
     equivalence_settings.case("reduce_hook", fsdp2={"reduce_hook": True}, mixed_precision=BF16),
     equivalence_settings.case("reduce_hook_on_stream", fsdp2={"reduce_hook_stream": True}, mixed_precision=BF16),
+    equivalence_settings.case("reduce_hook_bf16", fsdp2={"reduce_hook": True}, mixed_precision=REDUCED_IN_BF16),
+    equivalence_settings.case(
+        "reduce_hook_on_stream_bf16", fsdp2={"reduce_hook_stream": True}, mixed_precision=REDUCED_IN_BF16
+    ),
     equivalence_settings.case("reduce_hook_hsdp", ranks=4, mesh=HSDP, fsdp2={"reduce_hook": True}, mixed_precision=BF16),
     equivalence_settings.case("pinned_hooks", cpu_offload=True, fsdp2={"steps_in_backward": True}),
     equivalence_settings.case(
         "unused_reduced", fsdp2={"reduce_unused": True}, arguments={"unused": [1]}, mixed_precision=BF16
     ),
     *(
-        equivalence_settings.case(f"fails_in_{where}{name}", program=[[{"call": f"fails_in_{where}"}, *micro(0), *END]], **more)
+        equivalence_settings.case(
+            f"fails_in_{where}{name}", program=[[{"call": f"fails_in_{where}", **call}, *micro(0), *END]], **more
+        )
         for where in ("forward", "backward")
-        for name, more in {
-            "": {},
-            "_async": {"fsdp2": {"unshard_async_op": True, "forward_prefetch": 1}},
-            "_hsdp_bf16": {"ranks": 4, "mesh": HSDP, "mixed_precision": BF16},
-            "_to_two": {"ranks": 4, "reshard_after_forward": 2},
-        }.items()
+        for name, call, more in (
+            ("", {}, {}),
+            ("_prefetched", {"layer": 1}, {"fsdp2": {"forward_prefetch": 1}}),
+            ("_async", {"layer": 1}, {"fsdp2": {"unshard_async_op": True, "forward_prefetch": 1}}),
+            ("_beside", {"beside": True}, {}),
+            ("_hsdp_bf16", {}, {"ranks": 4, "mesh": HSDP, "mixed_precision": REDUCED_IN_BF16}),
+            ("_to_two", {}, {"ranks": 4, "reshard_after_forward": 2}),
+        )
     ),
-    # A layer is gathered ahead and never used: the end of the backward waits for it.
+    # A layer is gathered ahead, behind all others, and never used: the end of the backward waits for it.
     *(
         equivalence_settings.case(
             f"gathered_for_nothing{name}",
             arguments={"unused": [0]},
-            fsdp2={"backward_prefetch_lists": [{"unit": "layers.2", "prefetch": ["layers.0"]}], **more},
+            fsdp2={"backward_prefetch_lists": [{"unit": "layers.1", "prefetch": ["layers.0"]}], **more},
         )
         for name, more in {"": {}, "_async": {"unshard_async_op": True}}.items()
+    ),
+    # Forwards on a stream beside the one that calls backward and steps.
+    *(
+        equivalence_settings.case(f"beside{name}", fsdp2={"beside": True, **more}, **fields)
+        for name, more, fields in (
+            ("", {}, {}),
+            ("_bf16", {}, {"mixed_precision": BF16}),
+            ("_hsdp_bf16", {}, {"ranks": 4, "mesh": HSDP, "mixed_precision": REDUCED_IN_BF16}),
+            ("_in_chunks", {}, {"arguments": equivalence_settings.CHUNKS, "units": equivalence_settings.GROUPED_HEAD}),
+        )
+    ),
+    # Two reductions of a group before the end of its iteration.
+    *(
+        equivalence_settings.case(
+            f"reduces_twice{name}",
+            program=[[setter("set_is_last_backward", False), *micro(0), setter("set_is_last_backward", True), *micro(1), *END]],
+            **fields,
+        )
+        for name, fields in {
+            "": {},
+            "_hsdp": {"ranks": 4, "mesh": HSDP},
+            "_hsdp_bf16": {"ranks": 4, "mesh": HSDP, "mixed_precision": REDUCED_IN_BF16},
+            "_hook_bf16": {"fsdp2": {"reduce_hook_stream": True}, "mixed_precision": REDUCED_IN_BF16},
+        }.items()
+    ),
+    # The last layer's gradients wait for the all-reduce, and the second micro-batch has one more.
+    equivalence_settings.case(
+        "repacked",
+        ranks=4,
+        mesh=HSDP,
+        mixed_precision=REDUCED_IN_BF16,
+        program=[[
+            setter("set_requires_all_reduce", False, "layers.2"), {"call": "trains", "module": "layers.2.up", "value": False},
+            *micro(0), {"call": "trains", "module": "layers.2.up", "value": True},
+            *micro(1), setter("set_requires_all_reduce", True, "layers.2"), *micro(2), *END,
+        ]],
     ),
     equivalence_settings.case("two_roots", fsdp2={"shares_streams": True}),
 ]
@@ -114,13 +160,16 @@ class OnDevice:
 
     def forward(self, number: int, place: str, call: dict, seen: dict) -> None:
         microbatch = call.get("microbatch", 0)
-        args, kwargs = self.inputs[number, microbatch]
+        args, kwargs = self.changed(self.inputs[number, microbatch])
         self.prepare_forward(call)
         with contextlib.nullcontext() if self.has_grad(call) else torch.no_grad():
             self.losses[microbatch] = equivalence.loss_of(self.model(*args, **kwargs))
 
     def prepare_forward(self, call: dict) -> None:
         pass
+
+    def changed(self, inputs):
+        return inputs
 
     def backward(self, number: int, place: str, call: dict, seen: dict) -> None:
         losses = [self.losses.pop(microbatch) for microbatch in call.get("microbatches", [0])]
@@ -143,32 +192,78 @@ class RacyTrainer(OnDevice, equivalence.Trainer):
         if self.case.strategy.get("fsdp2", {}).get("post_optimizer_event"):
             self.model.set_post_optim_event(torch.cuda.current_stream().record_event())
 
+    @contextlib.contextmanager
+    def beside(self, beside: bool = True):
+        """On another stream, behind what the current one has."""
+        if not beside:
+            yield
+            return
+        if not hasattr(self, "stream"):
+            self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def is_beside(self) -> bool:
+        return bool(self.case.strategy.get("fsdp2", {}).get("beside"))
+
+    def forward(self, number: int, place: str, call: dict, seen: dict) -> None:
+        with self.beside(self.is_beside()):
+            super().forward(number, place, call, seen)
+
+    def backward(self, number: int, place: str, call: dict, seen: dict) -> None:
+        super().backward(number, place, call, seen)
+        if self.is_beside():
+            self.prepares_a_batch()
+
+    def changed(self, inputs):
+        """Where an input needs no gradient, its unit reduces at the end, on the stream that called backward: FSDP2 drops
+        gradients of the other stream there, and what that stream is given next races (docs/internals/race-figures.md)."""
+        if not self.is_beside():
+            return inputs
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(), inputs)
+
+    def prepares_a_batch(self) -> None:
+        """On the stream of the forwards, which nothing of the current one has to wait for."""
+        with torch.cuda.stream(self.stream):
+            torch.zeros(64, device="cuda")
+
     def fails_in_forward(self, number: int, place: str, call: dict, seen: dict) -> None:
         """A forward that raises in its second layer, and FSDP2's way on from there."""
 
         def fail(*_arguments):
             raise Failure
 
-        handle = self.model.layers[1].register_forward_hook(fail)
+        handle = self.model.layers[call.get("layer", 1)].register_forward_hook(fail)
         try:
-            self.forward(number, place, call, seen)
+            with self.beside(call.get("beside", False)):
+                self.forward(number, place, call, seen)
         except Failure:
             self.model.reset_iter_state()
         handle.remove()
 
     def fails_in_backward(self, number: int, place: str, call: dict, seen: dict) -> None:
-        """A backward that raises in its last layer."""
+        """A backward that raises in its last layer, or in the one that the call names."""
 
         def fail(_gradient):
             raise Failure
 
-        handle = self.model.layers[0].register_forward_hook(lambda _m, _a, output: output.register_hook(fail) and None)
-        self.forward(number, place, call, seen)
+        layer = self.model.layers[call.get("layer", 0)]
+        handle = layer.register_forward_hook(lambda _m, _a, output: output.register_hook(fail) and None)
+        with self.beside(call.get("beside", False)):
+            self.forward(number, place, call, seen)
         handle.remove()
         try:
-            self.backward(number, place, call, seen)
+            with self.beside(call.get("beside", False)):
+                self.backward(number, place, call, seen)
         except Failure:
             self.model.reset_iter_state()
+        if call.get("beside"):
+            self.prepares_a_batch()
+
+    def trains(self, number: int, place: str, call: dict, seen: dict) -> None:
+        for parameter in self.model.get_submodule(call["module"]).parameters():
+            parameter.requires_grad_(call["value"])
 
 
 class RacyFlatTrainer(OnDevice, flat_equivalence.FlatTrainer):
@@ -181,13 +276,14 @@ class RacyFlatTrainer(OnDevice, flat_equivalence.FlatTrainer):
         self.model.clip_grad_norm_(self.case.clip)
 
     def unshards(self, number: int, place: str, call: dict, seen: dict) -> None:
-        """Gathers a layer before the forward asks for it."""
-        self.model.layers[0]._unshard(async_op=True)
+        """Gathers a layer before the forward asks for it; before the first forward it has no streams."""
+        if number > 0:
+            self.model.layers[0]._unshard(async_op=True)
 
     def summons(self, number: int, place: str, call: dict, seen: dict) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        with FullyShardedDataParallel.summon_full_params(self.model):
+        with torch.no_grad(), FullyShardedDataParallel.summon_full_params(self.model):
             for parameter in self.model.parameters():
                 parameter.mul_(0.5)
 
