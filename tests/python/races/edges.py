@@ -3,9 +3,9 @@
 host, records of events, record_stream, tensors that are held.
 
 An edge is one statement of one function, as ast.unparse writes it, and what stands in its place. `cases` are settings
-(settings.py) that go through it. An edge without which nothing races is `implied`: `beside` are the edges that order the
-same accesses, and without these as well there is a race; or, where `beside` is empty, no setting can show one, and
-`why` says what takes its place.
+(settings.py) that go through it. An edge without which nothing races is `implied`, and says
+what takes its place: the edges `beside` order the same accesses, and without these as well there are more races than
+without these alone. Where `beside` is empty, no setting can show a race.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ _DROP = (
 _FSDP2 = [
     *_edges(
         STATE, "FSDPState._root_pre_forward",
-        ("optimizer_event_copy_in", "self._comm_ctx.all_gather_copy_in_stream.wait_event(event)", "post_optimizer_event"),
+        ("optimizer_event_copy_in", "self._comm_ctx.all_gather_copy_in_stream.wait_event(event)",
+         "post_optimizer_event"),
         ("optimizer_event_gather", "self._comm_ctx.all_gather_stream.wait_event(event)", "post_optimizer_event"),
         ("optimizer_copy_in", "self._comm_ctx.all_gather_copy_in_stream.wait_stream(current_stream)", PLAIN),
         ("optimizer_gather", "self._comm_ctx.all_gather_stream.wait_stream(current_stream)", PLAIN),
@@ -68,7 +69,8 @@ _FSDP2 = [
     *_edges(
         COLLECTIVES, "foreach_all_gather",
         ("copy_in_gather", "all_gather_stream.wait_stream(all_gather_copy_in_stream)", PLAIN),
-        ("gather_event", "all_gather_event = all_gather_stream.record_event()", PLAIN, {"instead": "all_gather_event = None"}),
+        ("gather_event", "all_gather_event = all_gather_stream.record_event()", PLAIN,
+         {"instead": "all_gather_event = None"}),
     ),
     *_edges(
         COLLECTIVES, "foreach_all_gather_copy_out",
@@ -110,7 +112,8 @@ _FSDP2 = [
     ),
     *_edges(
         GROUP, "FSDPParamGroup._reset_iter_state",
-        ("reset_gather_event", "current_stream.wait_event(event)", "fails_in_forward_prefetched fails_in_backward_prefetched"),
+        ("reset_gather_event", "current_stream.wait_event(event)",
+         "fails_in_forward_prefetched fails_in_backward_prefetched"),
         ("reset_gather_work", "work.wait()", "fails_in_forward_async"),
         ("reset_reduced", "current_stream.wait_event(self._post_reduce_event)", "fails_in_backward"),
         ("reset_all_reduced", "current_stream.wait_event(self._all_reduce_state.event)", "fails_in_backward_hsdp_bf16"),
@@ -158,15 +161,20 @@ _FSDP2 = [
         ("reduce_hook_wait", "all_reduce_stream.wait_stream(reduce_scatter_stream)",
          "reduce_hook reduce_hook_on_stream", {"count": 2, "which": 1}),
         ("all_reduce_input", "all_reduce_input = reduce_output", HSDP, {"count": 2, "which": 0}),
-        ("hook_input", "all_reduce_input = reduce_output", "reduce_hook_bf16 reduce_hook_on_stream_bf16", {"count": 2, "which": 1}),
+        ("hook_input", "all_reduce_input = reduce_output", "reduce_hook_bf16 reduce_hook_on_stream_bf16",
+         {"count": 2, "which": 1}),
         ("all_reduce_event", "all_reduce_event = all_reduce_stream.record_event()", REDUCES_TWICE,
          {"count": 2, "which": 0, "instead": "all_reduce_event = torch.cuda.Event()"}),
         ("hook_event", "all_reduce_event = all_reduce_stream.record_event()", "reduces_twice_hook_bf16",
          {"count": 2, "which": 1, "instead": "all_reduce_event = torch.cuda.Event()"}),
-        ("offload_event", "fsdp_param.grad_offload_event = post_reduce_stream.record_event()", "pinned_offload pinned_offload_hsdp"),
+        ("offload_event", "fsdp_param.grad_offload_event = post_reduce_stream.record_event()",
+         "pinned_offload pinned_offload_hsdp"),
+        ("offload_event_reduce", "fsdp_param.grad_offload_event = post_reduce_stream.record_event()",
+         "pinned_offload_hsdp", {"instead": "fsdp_param.grad_offload_event = reduce_scatter_stream.record_event()"}),
         ("offload_blocks",
          "non_blocking = fsdp_param.pin_memory and (not to_accumulate_grad) and (not has_post_acc_grad_hook)",
-         "pinned_offload_accumulate", {"instead": "non_blocking = fsdp_param.pin_memory and not has_post_acc_grad_hook"}),
+         "pinned_offload_accumulate",
+         {"instead": "non_blocking = fsdp_param.pin_memory and not has_post_acc_grad_hook"}),
         ("offload_blocks_hooks",
          "non_blocking = fsdp_param.pin_memory and (not to_accumulate_grad) and (not has_post_acc_grad_hook)",
          "pinned_hooks", {"instead": "non_blocking = fsdp_param.pin_memory and not to_accumulate_grad"}),
@@ -194,13 +202,16 @@ _FSDP2 = [
         ("backward_ends_reduced", "current_stream.wait_event(event)", f"{PLAIN} hsdp_bf16"),
         ("backward_ends_gathered", "self._comm_ctx.release_all_gather_state_on_current_stream()",
          "grouped_head_in_chunks beside_in_chunks", {"instead": "self._comm_ctx.all_gather_state = None"}),
-        ("backward_ends_input", "rs_state.allocation_stream.wait_event(rs_state.event)", f"{PLAIN} input_buffers_4_bf16 beside"),
+        ("backward_ends_input", "rs_state.allocation_stream.wait_event(rs_state.event)",
+         f"{PLAIN} input_buffers_4_bf16 beside"),
     ),
     *_edges(
         STATE, "FSDPState._reset_iter_state",
-        ("reset_gathered", "self._comm_ctx.release_all_gather_state_on_current_stream()", "fails_in_forward fails_in_forward_beside",
+        ("reset_gathered", "self._comm_ctx.release_all_gather_state_on_current_stream()",
+         "fails_in_forward fails_in_forward_beside",
          {"instead": "self._comm_ctx.all_gather_state = None"}),
-        ("reset_input", "rs_state.allocation_stream.wait_event(rs_state.event)", "fails_in_backward fails_in_backward_beside"),
+        ("reset_input", "rs_state.allocation_stream.wait_event(rs_state.event)",
+         "fails_in_backward fails_in_backward_beside"),
         ("reset_last_reduced", "current_stream.wait_event(event)", "fails_in_backward fails_in_backward_hsdp_bf16"),
     ),
     *_edges(
@@ -234,13 +245,16 @@ _FSDP1 = [
     ),
     *_edges(
         RUNTIME, "_post_backward_hook",
-        ("flat_gradient_reduce", "state._post_backward_stream.wait_stream(state._device_handle.current_stream())", SHARDED),
-        ("flat_gradient_used", "_no_dispatch_record_stream(autograd_computed_grad, state._post_backward_stream)", SHARDED),
+        ("flat_gradient_reduce", "state._post_backward_stream.wait_stream(state._device_handle.current_stream())",
+         SHARDED),
+        ("flat_gradient_used", "_no_dispatch_record_stream(autograd_computed_grad, state._post_backward_stream)",
+         SHARDED),
     ),
     *_edges(
         RUNTIME, "_reduce_grad",
         ("flat_gradient_cleared", "flat_param.grad = None", "accumulate accumulate_bf16"),
-        ("flat_reduce_all_reduce", "state._all_reduce_stream.wait_stream(state._post_backward_stream)", "hybrid hybrid_orig"),
+        ("flat_reduce_all_reduce", "state._all_reduce_stream.wait_stream(state._post_backward_stream)",
+         "hybrid hybrid_orig"),
         ("flat_all_reduce_used", "_no_dispatch_record_stream(new_sharded_grad, state._all_reduce_stream)",
          "hybrid hybrid_orig accumulate_hybrid offload_hybrid"),
     ),
@@ -255,7 +269,7 @@ _FSDP1 = [
     *_edges(
         RUNTIME, "_cast_grad_to_param_dtype",
         ("flat_cast_used", "_no_dispatch_record_stream(low_prec_grad_data, state._device_handle.current_stream())",
-         "bf16_reduce no_shard_bf16 no_shard_bf16_orig"),
+         "bf16_reduce no_shard_bf16 no_shard_reduced_in_bf16"),
     ),
     *_edges(
         RUNTIME, "_post_backward_final_callback",
@@ -266,7 +280,8 @@ _FSDP1 = [
     *_edges(
         FLAT, "FlatParamHandle._all_gather_flat_param",
         ("flat_shard_used",
-         "_no_dispatch_record_stream(sharded_flat_param, self._device_handle.current_stream())", "offload offload_orig"),
+         "_no_dispatch_record_stream(sharded_flat_param, self._device_handle.current_stream())",
+         "offload offload_orig"),
     ),
     *_edges(
         FLAT, "FlatParamHandle._free_low_precision_sharded_param",
@@ -283,7 +298,7 @@ _FSDP1 = [
         FLAT, "FlatParamHandle._use_sharded_flat_param",
         ("flat_no_shard_used",
          "_no_dispatch_record_stream(flat_param.data, self._device_handle.current_stream())",
-         "no_shard_offload no_shard_offload_bf16"),
+         "no_shard_offload no_shard_offload_bf16 no_shard_offload_evaluates"),
     ),
     *_edges(
         SUMMON, "_unshard_fsdp_state_params",
@@ -291,4 +306,56 @@ _FSDP1 = [
     ),
 ]
 
-EDGES = {edge.name: edge for edge in [*_FSDP2, *_FSDP1]}
+# Why nothing races without the edge, and the edges that order the same.
+_BY_COPY_IN = "the gather's stream waits for the copy-in's, and that one for the same"
+_HELD_BY_WORK = "ProcessGroupNCCL holds the tensors of an asynchronous collective until it is over"
+_LATER_EVENT = "the event of the whole reduction is behind it on the same stream"
+_NEXT_FORWARD = "copied out on the current stream, for which the next forward's first gather waits"
+_FREES_BY_USE = "bounds memory: what is freed is recorded for the streams that use it"
+_IMPLIED: dict[str, tuple[str, str]] = {
+    "optimizer_event_gather": (_BY_COPY_IN, "copy_in_gather copied_out_gather"),
+    "optimizer_gather": (_BY_COPY_IN, "copy_in_gather copied_out_gather"),
+    "copied_out_gather": (_BY_COPY_IN, "copy_in_gather optimizer_gather"),
+    "reset_gather_work": (_HELD_BY_WORK, ""),
+    "reset_reduced": ("the wait for each stream's last reduction is behind it", "reset_last_reduced"),
+    "reset_all_reduced": (_LATER_EVENT, "reset_reduced reset_last_reduced"),
+    "reset_resharded": ("the group is whole shards again, which the gathers read; nothing of the reshard is used", ""),
+    "reset_last_reduced": ("each group waits for its own reduction", "reset_reduced reset_all_reduced"),
+    "input_reused_current": ("bounds memory: the input is of the other stream, which waits", ""),
+    "own_all_reduced": (_LATER_EVENT, "own_reduced"),
+    "all_reduce_event": (_LATER_EVENT, "own_reduced"),
+    "hook_event": (_LATER_EVENT, "own_reduced"),
+    "partial_group": ("the input of the reduce-scatter is held, and the rest is of the stream that reduces", ""),
+    "for_nothing_work": (_HELD_BY_WORK, ""),
+    "partial_event": ("what waits for the all-reduce is read by the stream that wrote it", ""),
+    "backward_ends_partly": (_NEXT_FORWARD, "optimizer_copy_in"),
+    "backward_ends_gathered": (_NEXT_FORWARD, "optimizer_copy_in"),
+    "unshard_handle": ("without it the module keeps its shards, and the forward waits", ""),
+    "flat_limiter": (_FREES_BY_USE, "flat_unsharded_used"),
+    "flat_free_event": (_FREES_BY_USE, "flat_unsharded_used"),
+    "flat_gradient_cleared": ("the end of each backward waits for its reductions", "flat_reduced"),
+    "flat_offload_used": (
+        "the gradient is of that stream; of NO_SHARD the host waits for the copy; all-reduced: recorded before", ""
+    ),
+    "flat_summon": ("it gathers on the current stream, behind all that wrote the shards", ""),
+    "flat_cast_used": ("the same memory is recorded when the gradient has been reduced", "flat_gradient_used"),
+}
+
+
+def _implied(edge: Edge) -> Edge:
+    if edge.name not in _IMPLIED:
+        return edge
+    why, beside = _IMPLIED[edge.name]
+    return dataclasses.replace(edge, implied=why, beside=tuple(beside.split()))
+
+
+EDGES = {edge.name: _implied(edge) for edge in [*_FSDP2, *_FSDP1]}
+
+# Faults that PyTorch had: the edge that was missing, settings that show it, and whether the proof finds it.
+KNOWN: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "pytorch#180665": ("all_reduced_held", ("pinned_offload_hsdp",), "races"),
+    "pytorch#180900": ("all_reduced_held", ("reduces_twice_hsdp_bf16",), "races"),
+    "pytorch#160291": ("offload_event_reduce", ("pinned_offload_hsdp",), "races"),
+    "pytorch#181218": ("partial_group", ("grouped_head_in_chunks", "grouped_head_in_chunks_accumulates"), "none"),
+    "an input of a reduce-scatter that nobody holds": ("input_held", ("default",), "races"),
+}

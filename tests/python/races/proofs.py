@@ -73,8 +73,15 @@ def prove(ranks: int, *command: object, record: str | None = None, timeout_s: fl
     return Proof(done.returncode, tuple(re.findall(r"^race \d+.*$", text, re.MULTILINE)), text)
 
 
-def of_settings(kind: str, ranks: int, only: tuple[str, ...] = (), without: tuple[str, ...] = (), **more) -> Proof:
-    """without: names of edges.py that are taken out."""
+def of_settings(
+    kind: str,
+    ranks: int,
+    only: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+    more: tuple[str, ...] = (),
+    record: str | None = None,
+) -> Proof:
+    """without: names of edges.py that are taken out. more: flags of settings.py."""
     mutated = [FOLDER / "mutated.py", ",".join(without)] if without else []
     named = ["--only", *only] if only else []
-    return prove(ranks, *mutated, FOLDER / "settings.py", kind, *named, **more)
+    return prove(ranks, *mutated, FOLDER / "settings.py", kind, *named, *more, record=record)

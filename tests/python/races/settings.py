@@ -60,7 +60,9 @@ MORE_OF_FSDP2 = [
     equivalence_settings.case(
         "reduce_hook_on_stream_bf16", fsdp2={"reduce_hook_stream": True}, mixed_precision=REDUCED_IN_BF16
     ),
-    equivalence_settings.case("reduce_hook_hsdp", ranks=4, mesh=HSDP, fsdp2={"reduce_hook": True}, mixed_precision=BF16),
+    equivalence_settings.case(
+        "reduce_hook_hsdp", ranks=4, mesh=HSDP, fsdp2={"reduce_hook": True}, mixed_precision=BF16
+    ),
     equivalence_settings.case("pinned_hooks", cpu_offload=True, fsdp2={"steps_in_backward": True}),
     equivalence_settings.case(
         "unused_reduced", fsdp2={"reduce_unused": True}, arguments={"unused": [1]}, mixed_precision=BF16
@@ -102,7 +104,10 @@ MORE_OF_FSDP2 = [
     *(
         equivalence_settings.case(
             f"reduces_twice{name}",
-            program=[[setter("set_is_last_backward", False), *micro(0), setter("set_is_last_backward", True), *micro(1), *END]],
+            program=[[
+                setter("set_is_last_backward", False), *micro(0),
+                setter("set_is_last_backward", True), *micro(1), *END,
+            ]],
             **fields,
         )
         for name, fields in {
@@ -119,7 +124,8 @@ MORE_OF_FSDP2 = [
         mesh=HSDP,
         mixed_precision=REDUCED_IN_BF16,
         program=[[
-            setter("set_requires_all_reduce", False, "layers.2"), {"call": "trains", "module": "layers.2.up", "value": False},
+            setter("set_requires_all_reduce", False, "layers.2"),
+            {"call": "trains", "module": "layers.2.up", "value": False},
             *micro(0), {"call": "trains", "module": "layers.2.up", "value": True},
             *micro(1), setter("set_requires_all_reduce", True, "layers.2"), *micro(2), *END,
         ]],
@@ -133,6 +139,16 @@ MORE_OF_FSDP1 = [
     for name, fields in {
         "no_shard_offload": {"sharding": "no_shard", "cpu_offload": True},
         "no_shard_offload_bf16": {"sharding": "no_shard", "cpu_offload": True, "mixed_precision": BF16},
+        "no_shard_offload_evaluates": {
+            "sharding": "no_shard",
+            "cpu_offload": True,
+            "groups": ((False,), (True,)),
+            "program": [[
+                {"call": "forward"}, {"call": "forward", "microbatch": 1, "trace": 1},
+                {"call": "backward", "microbatches": [1]}, *END,
+            ]],
+        },
+        "no_shard_reduced_in_bf16": {"sharding": "no_shard", "mixed_precision": REDUCED_IN_BF16},
         "unshard_called": {"program": [[{"call": "unshards"}, *micro(0), *END]]},
         "summoned": {"program": [[*micro(0), *END, {"call": "summons"}]]},
         "summoned_bf16": {"mixed_precision": BF16, "program": [[*micro(0), *END, {"call": "summons"}]]},
@@ -217,8 +233,8 @@ class RacyTrainer(OnDevice, equivalence.Trainer):
             self.prepares_a_batch()
 
     def changed(self, inputs):
-        """Where an input needs no gradient, its unit reduces at the end, on the stream that called backward: FSDP2 drops
-        gradients of the other stream there, and what that stream is given next races (docs/internals/race-figures.md)."""
+        """Where an input needs no gradient, its unit reduces at the end, on the stream that called backward. FSDP2
+        drops gradients of the other stream there, and what that stream is given next races (race-figures.md)."""
         if not self.is_beside():
             return inputs
         return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(), inputs)
@@ -278,6 +294,7 @@ class RacyFlatTrainer(OnDevice, flat_equivalence.FlatTrainer):
     def unshards(self, number: int, place: str, call: dict, seen: dict) -> None:
         """Gathers a layer before the forward asks for it; before the first forward it has no streams."""
         if number > 0:
+            self.model.layers[0]._wait_unshard_streams_on_current_stream()
             self.model.layers[0]._unshard(async_op=True)
 
     def summons(self, number: int, place: str, call: dict, seen: dict) -> None:
@@ -304,7 +321,9 @@ def _more_knobs(case: Case, model: torch.nn.Module) -> None:
         model.set_reduce_scatter_unused_params(True)
     if knobs.get("steps_in_backward"):
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: p._local_tensor.add_(p.grad._local_tensor, alpha=-0.1))
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: p._local_tensor.add_(p.grad._local_tensor, alpha=-0.1)
+            )
     if knobs.get("reduce_hook") or knobs.get("reduce_hook_stream"):
         stream = torch.cuda.Stream() if knobs.get("reduce_hook_stream") else None
         for unit in model.modules():
@@ -414,7 +433,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--only", nargs="*", default=[], help="names of cases, on as many ranks as there are")
-    parser.add_argument("--seeds", nargs=2, type=int, default=(0, 0), help="random cases: the first and behind the last")
+    parser.add_argument(
+        "--seeds", nargs=2, type=int, default=(0, 0), help="random cases: the first and behind the last"
+    )
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
