@@ -455,7 +455,7 @@ ALL = [
         build=build("dev", "product"),
     ),
     Series(
-        "race_mutations", "edges of FSDP2 and FSDP1 that are taken out, each of which the proof has to miss",
+        "race_mutations", "edges of FSDP2 and FSDP1 that are taken out, which the proof has to find",
         race_mutations, 2, 8, length=lambda: len(race_edges()), build=build("dev", "product"),
     ),
     Series(

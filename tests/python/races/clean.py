@@ -19,7 +19,7 @@ NAMED = [
     *(("fsdp2", ranks) for ranks in (2, 3, 4)), *(("fsdp1", ranks) for ranks in (1, 2, 3, 4)), ("ddp", 2),
 ]  # fmt: skip
 RANDOM = [("fsdp2", 2), ("fsdp2", 4), ("fsdp1", 2), ("fsdp1", 4)]
-# docs/internals/race-figures.md has a script for each.
+# faults.py has a script for each.
 PYTORCHS = {
     "a forward between backward and step reads offloaded parameters, which the step writes": (
         r"the host .* writes what copy to the device reads[^|]*flat_param_to"

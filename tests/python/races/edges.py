@@ -298,7 +298,7 @@ _FSDP1 = [
         FLAT, "FlatParamHandle._use_sharded_flat_param",
         ("flat_no_shard_used",
          "_no_dispatch_record_stream(flat_param.data, self._device_handle.current_stream())",
-         "no_shard_offload no_shard_offload_bf16 no_shard_offload_evaluates"),
+         "no_shard_offload no_shard_offload_evaluates no_shard_offload_frozen"),
     ),
     *_edges(
         SUMMON, "_unshard_fsdp_state_params",

@@ -31,8 +31,8 @@ def judged(edge: Edge) -> dict:
         together = of_settings(edge.kind, RANKS, edge.cases, (edge.name, *edge.beside))
         others = of_settings(edge.kind, RANKS, edge.cases, edge.beside)
         more = together.reports - others.reports
-        result.update(together=together.verdict, others=others.verdict, more=sorted(more))
-        result["as_expected"] &= bool(more) and others.verdict in ("races", "none")
+        result.update(together=together.verdict, others=others.verdict, more=more.total())
+        result["as_expected"] &= more.total() > 0 and others.verdict in ("races", "none")
     result["seconds"] = round(time.monotonic() - begun, 1)
     return result
 
@@ -53,7 +53,7 @@ def line(edge: Edge, result: dict) -> str:
     elif result["alone"] == "none":
         said = f"implied: {edge.implied or 'NOT EXPLAINED'}"
         if edge.beside:
-            said += f"; without {', '.join(edge.beside)}: {result['together']}, {len(result['more'])} of this edge"
+            said += f"; without {', '.join(edge.beside)}: {result['together']}, {result['more']} of this edge"
     else:
         said = result["alone"][-300:].replace("\n", " ")
     return f"| {edge.name} | `{edge.where}` | {said} | {result['trained']}/{len(edge.cases)} | {result['seconds']} |"

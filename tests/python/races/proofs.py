@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import pathlib
@@ -12,6 +13,7 @@ import sys
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 ROOT = FOLDER.parents[2]
+REPORT = re.compile(r"^race \d+(?: \((\d+) times\))?: (.*\n(?:  .*\n)+)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +23,13 @@ class Proof:
     text: str
 
     @property
-    def reports(self) -> frozenset[str]:
-        """Each race by what races and where, without addresses, streams and counts."""
-        blocks = re.findall(r"^race \d+ \(\d+ times?\): (.*\n(?:  .*\n)+)", self.text + "\n", re.MULTILINE)
-        whole = [re.sub(r"0x[0-9a-f]+ to 0x[0-9a-f]+|stream \d+", "", block) for block in blocks]
-        return frozenset(block.partition("  missing")[0] for block in whole)
+    def reports(self) -> collections.Counter[str]:
+        """How often each race is there: by what races and where, without addresses and streams."""
+        found: collections.Counter[str] = collections.Counter()
+        for times, block in REPORT.findall(self.text + "\n"):
+            whole = re.sub(r"0x[0-9a-f]+ to 0x[0-9a-f]+|stream \d+", "", block)
+            found[whole.partition("  missing")[0]] += int(times or 1)
+        return found
 
     @property
     def accesses(self) -> int:

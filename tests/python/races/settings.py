@@ -139,6 +139,10 @@ MORE_OF_FSDP1 = [
     for name, fields in {
         "no_shard_offload": {"sharding": "no_shard", "cpu_offload": True},
         "no_shard_offload_bf16": {"sharding": "no_shard", "cpu_offload": True, "mixed_precision": BF16},
+        # No copy of gradients for which the host waits stands between the layers.
+        "no_shard_offload_frozen": {
+            "sharding": "no_shard", "cpu_offload": True, "arguments": {"frozen": ["layers"]},
+        },
         "no_shard_offload_evaluates": {
             "sharding": "no_shard",
             "cpu_offload": True,
@@ -201,7 +205,7 @@ class OnDevice:
 
 
 class RacyTrainer(OnDevice, equivalence.Trainer):
-    """Of FSDP2."""
+    """By FSDP2."""
 
     def optimizer_step(self, number: int, place: str, call: dict, seen: dict) -> None:
         super().optimizer_step(number, place, call, seen)
@@ -233,7 +237,7 @@ class RacyTrainer(OnDevice, equivalence.Trainer):
             self.prepares_a_batch()
 
     def changed(self, inputs):
-        """Where an input needs no gradient, its unit reduces at the end, on the stream that called backward. FSDP2
+        """An input that needs no gradient lets its unit reduce at the end, on the stream that called backward. FSDP2
         drops gradients of the other stream there, and what that stream is given next races (race-figures.md)."""
         if not self.is_beside():
             return inputs
@@ -283,7 +287,7 @@ class RacyTrainer(OnDevice, equivalence.Trainer):
 
 
 class RacyFlatTrainer(OnDevice, flat_equivalence.FlatTrainer):
-    """Of FSDP1."""
+    """By FSDP1."""
 
     def prepare_forward(self, call: dict) -> None:
         self.model.train(call.get("training", self.has_grad(call)))
@@ -292,10 +296,17 @@ class RacyFlatTrainer(OnDevice, flat_equivalence.FlatTrainer):
         self.model.clip_grad_norm_(self.case.clip)
 
     def unshards(self, number: int, place: str, call: dict, seen: dict) -> None:
-        """Gathers a layer before the forward asks for it; before the first forward it has no streams."""
-        if number > 0:
-            self.model.layers[0]._wait_unshard_streams_on_current_stream()
-            self.model.layers[0]._unshard(async_op=True)
+        """Lets the forward gather a layer before it asks for it; before the first forward it has no streams."""
+        if number == 0:
+            return
+        stem, layer = self.model.stem, self.model.layers[0]
+
+        def gather(*_arguments):
+            layer._wait_unshard_streams_on_current_stream()
+            layer._unshard(async_op=True)
+            hook.remove()
+
+        hook = stem.register_forward_pre_hook(gather)
 
     def summons(self, number: int, place: str, call: dict, seen: dict) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -420,7 +431,7 @@ KINDS = {
 
 
 def cases_of(kind: str, ranks: int, seeds: range, only: list[str]) -> list:
-    """On so many ranks: those of the lists, or the random ones of the seeds. Those that are named run on any number."""
+    """On so many ranks: those of the lists, or the random ones of the seeds. Named ones run on any number."""
     _train, named, make = KINDS[kind]
     if only:
         by_name = {case.name: case for case in named}
