@@ -33,7 +33,7 @@ def explained(report: str) -> bool:
 
 
 def judged(kind: str, ranks: int, seeds: list[int]) -> tuple[Proof, list[str]]:
-    """What the proof says, and the reports that nothing explains."""
+    """The proof, and its reports that nothing explains."""
     more = ("--seeds", *map(str, seeds)) if seeds else ()
     proof = of_settings(kind, ranks, more=more)
     return proof, sorted(report for report in proof.reports if not explained(report))

@@ -5,7 +5,7 @@ host, records of events, record_stream, tensors that are held.
 An edge is one statement of one function, as ast.unparse writes it, and what stands in its place. `cases` are settings
 (settings.py) that go through it. An edge without which nothing races is `implied`, and says
 what takes its place: the edges `beside` order the same accesses, and without these as well there are more races than
-without these alone. Where `beside` is empty, no setting can show a race.
+without these alone. If `beside` is empty, no setting can show a race.
 """
 
 from __future__ import annotations

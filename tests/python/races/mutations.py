@@ -21,8 +21,8 @@ RANKS = 4
 
 
 def judged(edge: Edge) -> dict:
-    """What the proof says without the edge; of an implied one, also the races without it and those beside it that are
-    not there without those beside it alone."""
+    """The proof without the edge. If it is implied: also the races without it and those beside it that are not there
+    without those beside it alone."""
     begun = time.monotonic()
     alone = of_settings(edge.kind, RANKS, edge.cases, (edge.name,))
     result = {"name": edge.name, "alone": alone.verdict, "races": list(alone.races), "trained": alone.trained}

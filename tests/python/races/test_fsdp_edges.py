@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edges of PyTorch's FSDP2 and FSDP1 (edges.py): the installed release has each, it trains without a race as it is, and
-the proof finds a race where one of them is taken out. mutations.py takes out all of them."""
+"""Edges of PyTorch's FSDP2 and FSDP1 (edges.py). The installed release has each, and trains without a race as it is. The
+proof finds a race if one is taken out; mutations.py takes out all of them."""
 
 import concurrent.futures
 import importlib.util
