@@ -337,6 +337,7 @@ _IMPLIED: dict[str, tuple[str, str]] = {
     "flat_offload_used": (
         "the gradient is of that stream; of NO_SHARD the host waits for the copy; all-reduced: recorded before", ""
     ),
+    "flat_no_shard_used": ("open: in each of these settings something else orders it, and no other one is known", ""),
     "flat_summon": ("it gathers on the current stream, behind all that wrote the shards", ""),
     "flat_cast_used": ("the same memory is recorded when the gradient has been reduced", "flat_gradient_used"),
 }

@@ -39,8 +39,8 @@ def offloaded(mended: bool) -> None:
 
 
 def zeroed(mended: bool) -> None:
-    """FSDP1 with use_orig_params and two micro-batches. A parameter has no gradient (here it is frozen): backward zeroes
-    its part on a stream that no other one waits for, while the reduced gradients are added."""
+    """FSDP1 with use_orig_params and two micro-batches. A parameter has no gradient (here it is frozen): backward
+    zeroes its part on a stream that no other one waits for, while the reduced gradients are added."""
     layers = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)).cuda() for _ in range(3)]
     for layer in layers:
         layer[0].weight.requires_grad_(mended)

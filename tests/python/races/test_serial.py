@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import build_folder
 
-PROGRAM = pathlib.Path(__file__).with_name("numbers.py")
+PROGRAM = pathlib.Path(__file__).with_name("sums.py")
 RIGHT = 3.0 * (1 << 20)
 SEEDS = range(6)
 
