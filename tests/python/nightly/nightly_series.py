@@ -156,6 +156,25 @@ def rehearsed(part: Part) -> list[Step]:
     return [Step(words, last_line, python())]
 
 
+def races(part: Part) -> list[Step]:
+    """Random settings of FSDP2 and FSDP1, in which nothing races."""
+    seeds = (str(part.position), str(part.position + part.count))
+    return [Step([PYTHON, "tests/python/races/clean.py", "--seeds", *seeds], last_line, python())]
+
+
+@functools.cache
+def race_edges() -> list[str]:
+    sys.path.append(str(ROOT / "tests/python/races"))
+    from edges import EDGES
+
+    return list(EDGES)
+
+
+def race_mutations(part: Part) -> list[Step]:
+    names = race_edges()[part.position : part.position + part.count]
+    return [Step([PYTHON, "tests/python/races/mutations.py", name], last_line, python()) for name in names]
+
+
 # ---- others ----
 
 
@@ -430,6 +449,14 @@ ALL = [
     Series(
         "backend_mutations", "mutations of the cuda backend, each of which has to be seen", backend_mutations, 1, 4,
         length=lambda: len(mutations()), build=build("dev", "executor_cuda_conformance_test"),
+    ),
+    Series(
+        "races", "random settings of FSDP2 and FSDP1, proved to be free of races", races, 20, 200, FIRST_SEED,
+        build=build("dev", "product"),
+    ),
+    Series(
+        "race_mutations", "edges of FSDP2 and FSDP1 that are taken out, which the proof has to find",
+        race_mutations, 2, 8, length=lambda: len(race_edges()), build=build("dev", "product"),
     ),
     Series(
         "off_plan", "what users do that a plan does not have, next to real FSDP1 and FSDP2", off_plan, 8, 80,
