@@ -32,7 +32,7 @@ void Blocks::On(const BlockAllocated& event, std::int64_t number, const Order& o
   if (part != freed_.begin() && std::prev(part)->second.end > begin) --part;
   while (part != freed_.end() && part->first < end) {
     const auto [from, freed] = *part;
-    Join(block.ready, *freed.over);
+    Join(block.ready, *freed.told);
     block.before.push_back({from, freed.end, freed.event});
     part = freed_.erase(part);
     Freed rest = freed;
@@ -48,14 +48,15 @@ void Blocks::On(const BlockFreed& event, std::int64_t number, const Order& order
   if (found == blocks_.end()) return;  // handed out before the recording began
   const Block& block = found->second;
   auto over = std::make_shared<Clock>(order.OfStream(block.stream));
-  Join(*over, order.KnownBy(event.thread));
+  auto told = std::make_shared<Clock>(order.KnownBy(event.thread));
+  Join(*over, *told);
   std::vector<EarlyFree>& pending = PendingOf(block.stream, event.size_bytes.value);
   std::set<std::int64_t> seen;
   shadow.ForEach(found->first, block.end, [&](const Access& access) {
     const bool waits = IsOver(access, *over) || IsOver(access, block.ready);
     if (!waits && seen.insert(access.what.event).second) pending.push_back({number, access});
   });
-  freed_[found->first] = {block.end, number, block.stream, std::move(over)};
+  freed_[found->first] = {block.end, number, block.stream, std::move(over), std::move(told)};
   blocks_.erase(found);
 }
 
@@ -64,6 +65,7 @@ void Blocks::On(const BlockHeld& event, const Order& order) {
   if (found == freed_.end()) return;
   const Freed& freed = found->second;
   Join(*freed.over, order.OfStream(event.stream));
+  Join(*freed.told, order.OfStream(event.stream));
   std::erase_if(PendingOf(freed.stream, freed.end - found->first), [&](const EarlyFree& early) {
     return early.freed == freed.event && IsOver(early.access, *freed.over);
   });

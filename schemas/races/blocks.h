@@ -56,7 +56,9 @@ class Blocks {
     std::int64_t end = 0;
     std::int64_t event = -1;
     RecordedId stream = -1;
-    std::shared_ptr<Clock> over;  // before the next owner touches it
+    std::shared_ptr<Clock> over;  // before the next owner touches it on the block's own stream
+    std::shared_ptr<Clock>
+        told;  // on any stream: what the host knew to be over before it handed the block out
   };
   // Small blocks and large ones lie in segments of their own.
   std::vector<EarlyFree>& PendingOf(RecordedId stream, std::int64_t bytes);

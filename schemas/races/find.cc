@@ -47,11 +47,12 @@ class Search {
       std::is_same_v<Event, HostLearned> || std::is_same_v<Event, BlockFreed> ||
       std::is_same_v<Event, BlockHeld> || std::is_same_v<Event, MemoryReleased> ||
       std::is_same_v<Event, BlockUsed>;
+  // Memory of the host that a copy names is pinned, reserved before the recording began or not.
   void NoteCopy(const IssuedCopy& event) {
-    for (const auto* regions : {&event.reads, &event.writes}) {
-      for (const MemoryRegion& region : *regions) {
-        if (IsPinned(region.address)) order_.CopiedPinned(event.thread);
-      }
+    const bool from_host = event.direction == CopyDirection::kHostToDevice;
+    const bool to_host = event.direction == CopyDirection::kDeviceToHost;
+    if ((from_host && !event.reads.empty()) || (to_host && !event.writes.empty())) {
+      order_.CopiedPinned(event.thread);
     }
   }
   void On(const IssuedLaunch& event) {

@@ -57,9 +57,16 @@ void Order::On(const HostLearned& event) {
   const std::size_t own = Own(event.thread);
   Join(known_[own], records_.at(event.event));
   has_learned_[own] = true;
-  if (of_pinned_.contains(event.event)) Join(pinned_[own], records_.at(event.event));
+  if (of_pinned_.contains(event.event)) KnowOfPinned(records_.at(event.event));
 }
-void Order::On(const HostWaitForStream& event) { Wait(event.thread, OfStream(event.stream)); }
+void Order::On(const HostWaitForStream& event) {
+  Wait(event.thread, OfStream(event.stream));
+  // The copy was not asynchronous: its block has no event, and is free as soon as it is dropped.
+  if (copied_pinned_[static_cast<std::size_t>(event.thread)]) KnowOfPinned(OfStream(event.stream));
+}
+void Order::KnowOfPinned(const Clock& clock) {
+  for (Clock& known : pinned_) Join(known, clock);
+}
 void Order::On(const HostWaitForDevice& event) { WaitForDevice(event.thread, event.device); }
 void Order::On(const MemoryReleased& event, std::int32_t device) { WaitForDevice(event.thread, device); }
 void Order::On(const HandOver& event) {

@@ -105,9 +105,7 @@ class Graph {
     for (Block& block : blocks_) {
       if (block.begin != event.address || block.to != static_cast<std::size_t>(-1)) continue;
       block.to = event_;
-      Past past = streams_[block.stream];
-      Merge(past, learned_[Thread(event.thread)]);
-      known_.push_back(past);
+      known_.push_back(learned_[Thread(event.thread)]);
       for (std::int64_t byte = block.begin; byte < block.end; ++byte) {
         freed_bytes_[byte] = static_cast<int>(known_.size()) - 1;
       }

@@ -184,6 +184,25 @@ TEST(Races, TheAllocatorOfPinnedMemoryAsksForTheEventBehindItsCopy) {
   EXPECT_EQ(scene(false).Kinds(), Kinds{RaceKind::kHost});
 }
 
+// The block's own stream is behind its last owner; another one that the next owner uses need not be.
+TEST(Races, ANextOwnerOnAnotherStreamIsNotBehindTheBlocksOwn) {
+  const auto scene = [] { return Scene().Allocate(0, 0).Write(0, 0).Free(0).Allocate(0, 0); };
+  EXPECT_EQ(scene().Write(1, 0).Kinds(), Kinds{RaceKind::kReused});
+  EXPECT_EQ(scene().Record(0, 0).Wait(1, 0).Write(1, 0).Kinds(), Kinds{});
+}
+
+TEST(Races, TheAllocatorOfPinnedMemoryTellsEveryThread) {
+  const auto scene = [] {
+    Scene made;
+    made.Add(MemoryReserved{0, Bytes{64}, -1});
+    return made.Add(IssuedCopy{0, -1, 0, CopyDirection::kHostToDevice, Bytes{4}, {At(0)}, {At(1000)}});
+  };
+  const HostOperator fill{2, -1, "fill_", {}, {At(0)}};
+  EXPECT_EQ(scene().Record(0, 0).Add(HostLearned{0, 0}).Add(fill).Kinds(), Kinds{});
+  EXPECT_EQ(scene().Add(HostWaitForStream{0, -1, 0}).Add(fill).Kinds(), Kinds{});
+  EXPECT_EQ(scene().Add(fill).Kinds(), Kinds{RaceKind::kHost});
+}
+
 TEST(Races, TheNextOwnerMayBeAnotherBlockInAnotherRun) {
   const auto scene = [] { return Scene().Allocate(0, 0).Write(0, 0).Record(0, 0).Wait(1, 0).Read(1, 0); };
   EXPECT_EQ(scene().Free(0).Allocate(0, 64).Write(0, 64).Kinds(), Kinds{RaceKind::kFreedEarly});
