@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardplan.command import EXIT_ENVIRONMENT, built_command
-from shardplan.files import CannotWrite
+from shardplan.files import CannotWrite, replacing
 
 from .device import Device
 
@@ -86,19 +86,13 @@ def write(path: str, raw: Path, told: Mapping[str, dict], device: Device, comman
                 between = ",\n    "
         yield "\n  ]\n}\n" if between.startswith(",") else "]\n}\n"
 
-    partial = f"{path}.part"
-    try:
+    with replacing(path) as file:
         if path.endswith(".gz"):
-            with open(partial, "wb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+            with gzip.GzipFile("", "wb", 6, file.buffer, mtime=0) as packed:
                 for piece in text():
                     packed.write(piece.encode())
         else:
-            with open(partial, "w", encoding="utf-8") as file:
-                file.writelines(text())
-        os.replace(partial, path)
-    finally:
-        if os.path.exists(partial):
-            os.remove(partial)
+            file.writelines(text())
 
 
 @dataclasses.dataclass(frozen=True)
