@@ -65,7 +65,7 @@ struct Here {
   std::uintptr_t freed = 0;  // the allocator has been given the block back, and may record events for it
 };
 Here& ThisThread() {
-  thread_local Here here;
+  thread_local Here& here = *new Here();  // never destroyed, either
   return here;
 }
 
@@ -84,7 +84,8 @@ Autograd& TheAutograd() {
 namespace {
 
 std::string_view LibraryOf(const void* caller) {
-  thread_local std::unordered_map<const void*, std::string> known;
+  // Never destroyed: torch asks about events while the process ends.
+  thread_local auto& known = *new std::unordered_map<const void*, std::string>();
   const auto found = known.find(caller);
   if (found != known.end()) return found->second;
   Dl_info info = {};
