@@ -32,8 +32,8 @@ class Order {
   const Clock& KnownBy(RecordedId thread) const { return known_[Own(thread)]; }
   // The thread does something else.
   void ForgetLearned(RecordedId thread);
-  // The same for pinned memory, for good and in all threads: torch's allocator of it asks for the event
-  // behind the copy before it hands a block out again, to whichever thread is next, and that is not recorded.
+  // The same for pinned memory, for good and in all threads. Its allocator asks for the event behind the copy
+  // before it hands a block out again, to whichever thread. That is not recorded.
   const Clock& KnownOfPinned(RecordedId thread) const { return pinned_[Own(thread)]; }
   // The thread has issued a copy of pinned memory: the record that follows is the allocator's.
   void CopiedPinned(RecordedId thread) { copied_pinned_[static_cast<std::size_t>(thread)] = true; }
