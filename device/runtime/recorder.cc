@@ -24,34 +24,6 @@ pid_t owner = 0;
 // library of the allocator: so it is told by its place there.
 std::atomic<const void*> guards_record = nullptr;
 
-void AppendText(std::string& to, std::string_view text) {
-  constexpr std::string_view kHex = "0123456789abcdef";
-  to += '"';
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '"' || c == '\\') {
-      to += '\\';
-      to += c;
-    } else if (byte < 0x20) {
-      to += "\\u00";
-      to += kHex[byte >> 4];
-      to += kHex[byte & 15];
-    } else {
-      to += c;
-    }
-  }
-  to += '"';
-}
-
-void AppendList(std::string& to, const std::vector<std::int64_t>& numbers) {
-  to += '[';
-  for (std::size_t i = 0; i < numbers.size(); ++i) {
-    if (i > 0) to += ',';
-    to += std::to_string(numbers[i]);
-  }
-  to += ']';
-}
-
 // The state of a thread.
 struct Here {
   int thread = -1;
@@ -79,10 +51,6 @@ Autograd& TheAutograd() {
   return *autograd;
 }
 
-}  // namespace
-
-namespace {
-
 std::string_view LibraryOf(const void* caller) {
   // Never destroyed: torch asks about events while the process ends.
   thread_local auto& known = *new std::unordered_map<const void*, std::string>();
@@ -104,41 +72,6 @@ std::int64_t NextRecord() {
   static std::atomic<std::int64_t> next = 0;
   return next++;
 }
-
-RecordedLine::RecordedLine(std::string_view tag) : text_("[") { AppendText(text_, tag); }
-RecordedLine& RecordedLine::Number(std::int64_t number) {
-  text_ += ',';
-  text_ += std::to_string(number);
-  return *this;
-}
-RecordedLine& RecordedLine::Truth(bool truth) {
-  text_ += truth ? ",true" : ",false";
-  return *this;
-}
-RecordedLine& RecordedLine::Text(std::string_view text) {
-  text_ += ',';
-  AppendText(text_, text);
-  return *this;
-}
-RecordedLine& RecordedLine::Tensors(std::span<const RecordedTensor> tensors) {
-  text_ += ",[";
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    text_ += i == 0 ? R"({"address":)" : R"(,{"address":)";
-    text_ += std::to_string(tensors[i].address);
-    text_ += R"(,"dtype":)";
-    AppendText(text_, tensors[i].dtype);
-    text_ += R"(,"shape":)";
-    AppendList(text_, tensors[i].shape);
-    if (!tensors[i].strides.empty()) {
-      text_ += R"(,"strides":)";
-      AppendList(text_, tensors[i].strides);
-    }
-    text_ += '}';
-  }
-  text_ += ']';
-  return *this;
-}
-std::string RecordedLine::Take() { return std::move(text_.append("]\n")); }
 
 Recorder* Recorder::Get() {
   Recorder* recorder = the_recorder.load(std::memory_order_acquire);

@@ -23,26 +23,13 @@
 #include <vector>
 
 #include "device/runtime/python_frames.h"
+#include "device/runtime/recorded_line.h"
 #include "device/runtime/software_device.h"
 
 namespace shardplan::softdevice {
 
 class Stream;
 struct Event;
-
-// One line, built up field by field.
-class RecordedLine {
- public:
-  explicit RecordedLine(std::string_view tag);
-  RecordedLine& Number(std::int64_t number);
-  RecordedLine& Truth(bool truth);
-  RecordedLine& Text(std::string_view text);
-  RecordedLine& Tensors(std::span<const RecordedTensor> tensors);
-  std::string Take();
-
- private:
-  std::string text_;
-};
 
 class Recorder {
  public:

@@ -7,7 +7,6 @@
 #include <memory>
 #include <set>
 #include <string_view>
-#include <tuple>
 #include <utility>
 
 #include "cost/fixed_log.h"
@@ -41,19 +40,9 @@ std::int64_t RanksOfABatch(const Recording& recording) {
   return ranks;
 }
 
-void FillCollectives(const Recording& recording, const EngineStep& step, const EngineResult& result,
-                     Report& report) {
-  for (std::size_t g = 0; g < step.groups.size(); ++g) {
-    const CollectiveGroup& group = step.groups[g];
-    const std::string& name = recording.communicators[static_cast<std::size_t>(group.communicator)].name;
-    report.collectives.push_back({std::string(Name(group.kind)),
-                                  name.empty() ? fmt::format("communicator {}", group.communicator) : name,
-                                  group.count, group.full_tensor_bytes, result.groups[g].busy_ns,
-                                  result.groups[g].exposed_ns, group.cost_source});
-  }
-  std::ranges::sort(report.collectives, [](const CollectiveReport& a, const CollectiveReport& b) {
-    return std::tie(a.kind, a.communicator, a.cost_source) < std::tie(b.kind, b.communicator, b.cost_source);
-  });
+std::string CommunicatorName(const Recording& recording, RecordedId id) {
+  const std::string& name = recording.communicators[static_cast<std::size_t>(id)].name;
+  return name.empty() ? fmt::format("communicator {}", id) : name;
 }
 
 void FillNotes(const LoweredRecording& lowered, const Cluster& cluster, std::int32_t step, Report& report) {
@@ -96,7 +85,8 @@ Report ReportOf(const Recording& recording, const Cluster& cluster, const Lowere
   for (std::size_t s = 0; s < lowered.streams.size(); ++s) {
     report.streams.push_back({StreamName(lowered, s), result.stream_busy_ns[s], result.stream_operations[s]});
   }
-  FillCollectives(recording, step, result, report);
+  internal::FillCollectives(
+      step, result, [&](RecordedId id) { return CommunicatorName(recording, id); }, report);
   report.operators = lowered.operators;
   return report;
 }

@@ -107,20 +107,6 @@ MemoryReport BuildMemory(const Plan& plan, const Cluster& cluster, const MemoryP
   return report;
 }
 
-void FillCollectives(const Plan& plan, const EngineStep& step, const EngineResult& result, Report& report) {
-  SHARDPLAN_ASSERT(step.groups.size() == result.groups.size(), "the result is of this step");
-  for (std::size_t g = 0; g < step.groups.size(); ++g) {
-    const CollectiveGroup& group = step.groups[g];
-    report.collectives.push_back({std::string(Name(group.kind)),
-                                  plan.communicators[static_cast<std::size_t>(group.communicator)].name,
-                                  group.count, group.full_tensor_bytes, result.groups[g].busy_ns,
-                                  result.groups[g].exposed_ns, group.cost_source});
-  }
-  std::ranges::sort(report.collectives, [](const CollectiveReport& a, const CollectiveReport& b) {
-    return std::tie(a.kind, a.communicator, a.cost_source) < std::tie(b.kind, b.communicator, b.cost_source);
-  });
-}
-
 constexpr std::array<std::string_view, kPhases> kPhaseNames = {"forward", "backward", "optimizer"};
 
 struct KernelSum {
@@ -305,6 +291,20 @@ std::map<DType, std::int64_t> FlopsByDType(const Plan& plan, std::size_t step,
 
 }  // namespace
 
+void FillCollectives(const EngineStep& step, const EngineResult& result,
+                     const std::function<std::string(CommunicatorId)>& name_of, Report& report) {
+  SHARDPLAN_ASSERT(step.groups.size() == result.groups.size(), "the result is of this step");
+  for (std::size_t g = 0; g < step.groups.size(); ++g) {
+    const CollectiveGroup& group = step.groups[g];
+    report.collectives.push_back({std::string(Name(group.kind)), name_of(group.communicator), group.count,
+                                  group.full_tensor_bytes, result.groups[g].busy_ns,
+                                  result.groups[g].exposed_ns, group.cost_source});
+  }
+  std::ranges::sort(report.collectives, [](const CollectiveReport& a, const CollectiveReport& b) {
+    return std::tie(a.kind, a.communicator, a.cost_source) < std::tie(b.kind, b.communicator, b.cost_source);
+  });
+}
+
 Nanoseconds AtPeak(const std::map<DType, std::int64_t>& flops, const Cluster& cluster) {
   Nanoseconds time;
   for (const auto& [dtype, count] : flops) {
@@ -364,7 +364,9 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
   for (std::size_t s = 0; s < streams.size(); ++s) {
     report.streams.push_back({streams[s], result.stream_busy_ns[s], result.stream_operations[s]});
   }
-  FillCollectives(plan, step, result, report);
+  FillCollectives(
+      step, result, [&](CommunicatorId id) { return plan.communicators[static_cast<std::size_t>(id)].name; },
+      report);
   for (std::size_t u = 0; u < plan.units.size(); ++u) {
     report.units.push_back({UnitText(plan, static_cast<UnitId>(u)), ParameterBytes(plan.units[u]),
                             result.unit_forward_ns[u], result.unit_backward_ns[u],

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 
@@ -22,6 +23,9 @@ Report BuildReport(const Plan& plan, const Cluster& cluster, const EngineProgram
 // The parts of a report that are the engine's alone: times of the step and its phases, overlap, activities.
 void FillTimes(const EngineStep& step, const EngineResult& result, const EngineResult& synchronized,
                Report& report);
+// The collectives of the step, sorted. name_of: a communicator's.
+void FillCollectives(const EngineStep& step, const EngineResult& result,
+                     const std::function<std::string(CommunicatorId)>& name_of, Report& report);
 // The time that matrix work takes at the peak rates of its dtypes. 0: the cluster has none.
 Nanoseconds AtPeak(const std::map<DType, std::int64_t>& flops, const Cluster& cluster);
 
