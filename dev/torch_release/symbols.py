@@ -12,10 +12,11 @@ import json
 import pathlib
 import re
 import subprocess
+import sys
 from dataclasses import dataclass, field
 
 _OF_TORCH = re.compile(r"^_Z\w*?(3c10|2at|5torch|4c10d)|^(__)?cuda[A-Z]|^cu[A-Z]|^nccl[A-Z]|^THP")
-_OPERATOR = re.compile(r'"((?:aten|c10d|fsdp|prims)::\w+)"')
+_OPERATOR = re.compile(r'(?<!starts_with\()"((?:aten|c10d|fsdp|prims)::\w+)"')
 _ASKING = {"hasattr", "getattr", "existing"}  # calls that allow for a name that is not there
 _PATCHING = {"wrap", "before"}  # shardplan_conformance.patches.Patches: (owner, "name", ...)
 
@@ -59,6 +60,12 @@ def _asks(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and _called(node) in _ASKING
 
 
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return getattr(node, "id", "")
+
+
 class _Collector(ast.NodeVisitor):
     """Fills Uses from one file."""
 
@@ -66,6 +73,7 @@ class _Collector(ast.NodeVisitor):
         self._uses, self._place = uses, place
         self._bound: dict[str, str] = {}  # name in the file -> dotted path
         self._local: list[set[str]] = []  # names that the functions around bind otherwise
+        self._pythons: set[str] = set()  # modules of Python's own library
         self._guarded = 0  # branches around that run only where the release has what they use
 
     def _use(self, dotted: str, node: ast.AST) -> None:
@@ -73,6 +81,7 @@ class _Collector(ast.NodeVisitor):
             self._uses.dotted.setdefault(dotted, f"{self._place}:{node.lineno}")
 
     def visit_Import(self, node: ast.Import) -> None:
+        self._pythons |= {alias.asname or alias.name.split(".")[0] for alias in node.names} & sys.stdlib_module_names
         for alias in node.names:
             if alias.name.split(".")[0] == "torch":
                 self._use(alias.name, node)
@@ -112,6 +121,8 @@ class _Collector(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if path := self._path(node):
             self._use(path, node)
+            return
+        if _root(node) in self._pythons:
             return
         own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
         if own or isinstance(node.ctx, ast.Store):

@@ -73,9 +73,12 @@ const Settings& TheSettings() {
 namespace {
 
 // torch's allocator reads it when it is first used: then each block is memory of its own, and none is handed
-// out again.
-const bool without_cache =
-    TheSettings().serial && setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", /*overwrite=*/1) == 0;
+// out again. Other settings are read at their first use: until then a program may set them.
+const bool without_cache = [] {
+  const char* mode = std::getenv("SHARDPLAN_DEVICE_MODE");
+  return mode != nullptr && std::string_view(mode) == "serial" &&
+         setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", /*overwrite=*/1) == 0;
+}();
 
 }  // namespace
 

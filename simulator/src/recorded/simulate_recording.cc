@@ -23,7 +23,7 @@ namespace {
 using internal::LoweredRecording;
 using internal::MulDiv;
 
-constexpr std::int64_t kMillion = 1'000'000, kSecond = 1'000'000'000;
+constexpr std::int64_t kPartsPerMillion = 1'000'000, kSecond = 1'000'000'000;
 
 std::string StreamName(const LoweredRecording& lowered, std::size_t s) {
   return fmt::format("stream {}", lowered.streams[s]);
@@ -80,7 +80,7 @@ Report ReportOf(const Recording& recording, const Cluster& cluster, const Lowere
     report.tokens_per_second_per_rank =
         MulDiv(tokens, kSecond, result.end_ns.value) / std::max<std::int64_t>(1, recording.world_size);
     report.model_flops_utilization_ppm =
-        MulDiv(internal::AtPeak(lowered.flops, cluster).value, kMillion, result.end_ns.value);
+        MulDiv(internal::AtPeak(lowered.flops, cluster).value, kPartsPerMillion, result.end_ns.value);
   }
   for (std::size_t s = 0; s < lowered.streams.size(); ++s) {
     report.streams.push_back({StreamName(lowered, s), result.stream_busy_ns[s], result.stream_operations[s]});

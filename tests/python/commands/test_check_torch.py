@@ -192,6 +192,11 @@ def test_names_that_sources_use_are_collected():
     assert set(uses.private) == {"_groups", "_mine"}
 
 
+def test_names_of_pythons_own_library_are_not_torchs():
+    source = "import concurrent.futures\nimport torch\nconcurrent.futures.thread._WorkItem\ntorch.fx.x()._node\n"
+    assert set(symbols.python_uses({"a.py": source}).private) == {"_node"}
+
+
 def test_missing_names_are_those_that_sources_rely_on():
     uses = symbols.python_uses({"a.py": SOURCE})
     assert symbols.missing_names(uses, ["torch._C._there"], {"_other"}) == [
@@ -210,7 +215,8 @@ def test_weak_symbols_are_not_needed():
 
 
 def test_operators_of_sources_are_found():
-    assert symbols.operators({"a.cc": 'x\nf("aten::mm", "aten::add_", "std::y");'}) == {
+    text = 'x\nf("aten::mm", "aten::add_", "std::y", name.starts_with("aten::new_"));'
+    assert symbols.operators({"a.cc": text}) == {
         "aten::mm": "a.cc:2",
         "aten::add_": "a.cc:2",
     }

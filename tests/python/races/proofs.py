@@ -50,7 +50,7 @@ class Proof:
 
 
 def build_folder() -> pathlib.Path:
-    return pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build"))
+    return pathlib.Path(os.environ.get("SHARDPLAN_BUILD", ROOT / "build" / "dev"))
 
 
 def prove(ranks: int, *command: object, record: str | None = None, timeout_s: float = 600) -> Proof:

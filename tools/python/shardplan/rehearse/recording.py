@@ -51,17 +51,27 @@ def _with_flops(line: str, flops: dict[str, int]) -> str:
     return f"{line[:-1]},{count}]" if count else line
 
 
+def _seen_from(folder: str, place: dict) -> dict:
+    """Files below the folder are named as from there: a recording is the same wherever the job lies."""
+    for frame in place.get("frames", ()):
+        frame["file"] = frame["file"].removeprefix(folder)
+    return place
+
+
 def write(path: str, raw: Path, told: Mapping[str, dict], device: Device, command: list[str]) -> None:
     """Writes the document to `path`, compressed if its name ends in .gz. Line by line: a recording may be larger than
     memory should hold. told: "result" of the rank, and "described", which a rank that was killed lacks."""
     result, described = told["result"], told.get("described", {})
     flops, groups = described.get("flops", {}), described.get("groups", {})
     lists: dict[str, list[str]] = {name: [] for name in _LISTS}
+    here = os.path.join(os.getcwd(), "")
     for line in _lines(raw):
         if line.startswith("{"):
             ((name, element),) = json.loads(line).items()
             if name == "communicator":
                 element = {**element, **groups.get(element["name"], {"name": ""})}
+            elif name == "place":
+                element = _seen_from(here, element)
             lists[name].append(json.dumps(element))
     lists["thread"] = _of_threads(lists["thread"])
     head = {

@@ -55,9 +55,12 @@ def _written(kernel, named: dict) -> set[str]:
     key = (id(kernel), tuple((name, getattr(value, "dtype", None) or type(value)) for name, value in named.items()))
     if key not in _known:
         try:
-            from torch._higher_order_ops.triton_kernel_wrap import identify_mutated_tensors
+            from torch._higher_order_ops import triton_kernel_wrap as wrap
 
-            _known[key] = set(identify_mutated_tensors(kernel, dict(named), {}))
+            if (accessed := getattr(wrap, "identify_accessed_tensors", None)) is not None:
+                _known[key] = {write.name for write in accessed(kernel, dict(named), {}).read_writes.writes}
+            else:
+                _known[key] = set(getattr(wrap, "identify_mutated_tensors")(kernel, dict(named), {}))
         except Exception:  # any: it is another library's analysis of another library's code
             _known[key] = set(named)
     return _known[key]
