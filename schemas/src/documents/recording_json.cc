@@ -67,6 +67,15 @@ Status CheckRegions(const std::vector<MemoryRegion>& regions, std::size_t event)
   return {};
 }
 
+Status CheckPeer(const Recording& recording, const IssuedCollective& issued, std::size_t event) {
+  const std::int64_t size = recording.communicators[static_cast<std::size_t>(issued.communicator)].size;
+  const bool is_message = issued.kind == CollectiveKind::kSend || issued.kind == CollectiveKind::kReceive;
+  if (is_message ? issued.peer >= 0 && issued.peer < size : issued.peer < 0) return {};
+  return MakeInputError(
+      fmt::format("/events/{}", event), "a send and a receive say with whom, and nothing else does",
+      fmt::format("{}", issued.peer), is_message ? fmt::format("0 to {}", size - 1) : "no peer (-1)");
+}
+
 Status CheckEvents(const Recording& recording) {
   std::unordered_set<std::int64_t> recorded;
   for (std::size_t i = 0; i < recording.events.size(); ++i) {
@@ -83,6 +92,9 @@ Status CheckEvents(const Recording& recording) {
                                     "it waits for an event that nobody recorded",
                                     fmt::format("{}", event.event), "the number of a \"record\" before it");
             }
+          }
+          if constexpr (std::is_same_v<Event, IssuedCollective>) {
+            if (Status bad = CheckPeer(recording, event, i); !bad) return bad;
           }
           if constexpr (requires { event.reads; }) {
             if (Status bad = CheckRegions(event.reads, i); !bad) return bad;

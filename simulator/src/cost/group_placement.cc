@@ -129,6 +129,17 @@ std::vector<GroupPlacement> PlaceGroups(const Cluster& cluster, const Communicat
   return census.Placements();
 }
 
+GroupPlacement PlacePair(const Cluster& cluster, std::int64_t a, std::int64_t b) {
+  const std::int64_t node = std::max<std::int64_t>(1, std::min(cluster.ranks_per_node, cluster.ranks));
+  const std::int64_t pod = cluster.links.size() > 1 ? cluster.links[1].pod_nodes : 0;
+  if (a / node == b / node) return {.nodes = 1, .fewest_in_node = 2, .most_in_node = 2};
+  return {.nodes = 2,
+          .fewest_in_node = 1,
+          .most_in_node = 1,
+          .concurrent_groups = std::min(std::max(a, b) - std::min(a, b), node),
+          .beyond_pod = pod > 0 && a / node / pod != b / node / pod};
+}
+
 GroupPlacement PlaceTable(const Cluster& cluster, std::int64_t ranks, std::int64_t nodes,
                           std::int64_t concurrent_groups) {
   const std::int64_t node = std::max<std::int64_t>(1, cluster.ranks_per_node);

@@ -1,18 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// [Note: one clock for all ranks]
-// Events of ranks and ends of collectives are taken in order of time from one heap. Between two of its events
-// nothing changes for a rank, so it is only brought up to date at an event of its own, or when a collective
-// that it is in begins or ends. A collective goes at the least of the rates that its ranks offer it: these
-// are few different ones, so it counts how many ranks offer each.
+// A collective goes at the least of the rates that its ranks offer it: these are few different ones, so it
+// counts how many ranks offer each.
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <functional>
-#include <queue>
-#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "cost/group_placement.h"
+#include "engine/rank_clock.h"
 #include "engine/step_runner.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/simulator/engine.h"
@@ -54,35 +50,21 @@ class Apart final : public internal::Joins {
     const auto ranks = static_cast<std::int32_t>(plan.world_size);
     groups_of_.resize(plan.communicators.size());
     for (std::size_t c = 0; c < plan.communicators.size(); ++c) MakeGroups(plan.communicators[c], ranks, c);
-    runners_.reserve(static_cast<std::size_t>(ranks));
+    clock_.Reserve(static_cast<std::size_t>(ranks));
     for (std::int32_t r = 0; r < ranks; ++r) {
       RankTraits traits{.rank = r, .jitter_ppm = options.jitter_ppm, .seed = options.seed};
       for (const Straggler& straggler : options.stragglers) {
         if (straggler.rank == r) traits.kernels_ppm = straggler.kernels_ppm;
       }
-      runners_.emplace_back(program, step_, nullptr, RunOptions{}, this, traits);
+      clock_.Emplace(program, step_, nullptr, RunOptions{}, this, traits);
     }
-    next_ns_.assign(runners_.size(), kNever);
-    waited_ns_.assign(runners_.size(), 0);
+    waited_ns_.assign(static_cast<std::size_t>(ranks), 0);
   }
 
   Result<RanksApart> Run() {
-    for (std::int32_t r = 0; r < std::ssize(runners_); ++r) touched_.push_back(r);
-    SettleTouched();
-    while (!events_.empty()) {
-      const auto [time_ns, is_rank, index] = events_.top();
-      events_.pop();
-      if (is_rank) {
-        if (next_ns_[Index(index)] != time_ns) continue;  // there is a later word on it
-        next_ns_[Index(index)] = kNever;
-        Runner(index).AdvanceTo(time_ns);
-        touched_.push_back(index);
-      } else {
-        if (joined_[Index(index)].finish_ns != time_ns) continue;
-        End(joined_[Index(index)], time_ns);
-      }
-      SettleTouched();
-    }
+    clock_.Run([this](std::int32_t index, std::int64_t time_ns) {
+      if (joined_[Index(index)].finish_ns == time_ns) End(joined_[Index(index)], time_ns);
+    });
     return Results();
   }
 
@@ -105,7 +87,7 @@ class Apart final : public internal::Joins {
 
  private:
   static std::size_t Index(std::int32_t i) { return static_cast<std::size_t>(i); }
-  StepRunner& Runner(std::int32_t rank) { return runners_[Index(rank)]; }
+  StepRunner& Runner(std::int32_t rank) { return clock_.Runner(rank); }
 
   void MakeGroups(const Communicator& communicator, std::int32_t ranks, std::size_t c) {
     std::vector<std::int32_t> group_of_leader(static_cast<std::size_t>(ranks), -1);
@@ -135,12 +117,8 @@ class Apart final : public internal::Joins {
     joined.offers = {{0, static_cast<std::int32_t>(joined.size)}};
     for (const Joined::Member& member : joined.members) {
       waited_ns_[Index(member.rank)] += now_ns - member.came_ns;
-      StepRunner& runner = Runner(member.rank);
-      if (member.rank != last) {
-        runner.AdvanceTo(now_ns);
-        touched_.push_back(member.rank);
-      }
-      runner.BeginJoined(member.stream);
+      if (member.rank != last) clock_.BringTo(member.rank, now_ns);
+      Runner(member.rank).BeginJoined(member.stream);
     }
     if (joined.remaining == 0) Schedule(joined, now_ns);
   }
@@ -150,9 +128,8 @@ class Apart final : public internal::Joins {
     joined.begun = false;
     joined.finish_ns = kNever;
     for (const Joined::Member& member : members) {
-      Runner(member.rank).AdvanceTo(now_ns);
+      clock_.BringTo(member.rank, now_ns);
       Runner(member.rank).FinishJoined(member.stream);
-      touched_.push_back(member.rank);
     }
   }
 
@@ -181,22 +158,12 @@ class Apart final : public internal::Joins {
   void Schedule(Joined& joined, std::int64_t finish_ns) {
     if (joined.finish_ns == finish_ns) return;
     joined.finish_ns = finish_ns;
-    events_.emplace(finish_ns, false, static_cast<std::int32_t>(&joined - joined_.data()));
-  }
-
-  void SettleTouched() {
-    while (!touched_.empty()) {
-      const std::int32_t rank = touched_.back();
-      touched_.pop_back();
-      const std::int64_t next_ns = Runner(rank).Settle();
-      if (next_ns != kNever && next_ns != next_ns_[Index(rank)]) events_.emplace(next_ns, true, rank);
-      next_ns_[Index(rank)] = next_ns;
-    }
+    clock_.Schedule(finish_ns, static_cast<std::int32_t>(&joined - joined_.data()));
   }
 
   Result<RanksApart> Results() {
     RanksApart apart;
-    for (std::int32_t r = 0; r < std::ssize(runners_); ++r) {
+    for (std::int32_t r = 0; r < clock_.size(); ++r) {
       if (const std::int32_t stuck = Runner(r).StuckAt(); stuck >= 0) return StepRunner::Stuck(stuck);
       const Nanoseconds end_ns = Runner(r).TakeResult().end_ns;
       apart.ranks.push_back({end_ns, {waited_ns_[Index(r)]}});
@@ -205,18 +172,11 @@ class Apart final : public internal::Joins {
     return apart;
   }
 
-  // Time, whether of a rank or of a collective, and which: the order of events of one time is the same on
-  // every machine.
-  using Event = std::tuple<std::int64_t, bool, std::int32_t>;
-
   const EngineStep& step_;
-  std::vector<StepRunner> runners_;
+  internal::RankClock clock_;
   std::vector<std::vector<std::int32_t>> groups_of_;  // by communicator and rank: index into joined_
   std::vector<Joined> joined_;
-  std::vector<std::int64_t> next_ns_;  // by rank: its next event by itself
   std::vector<std::int64_t> waited_ns_;
-  std::vector<std::int32_t> touched_;
-  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
 };
 
 }  // namespace

@@ -250,7 +250,7 @@ inline bool StepRunner::StartWork(std::size_t s, StreamState& stream, const Engi
   if (instruction.work == WorkClass::kCollective) {
     const CollectiveGroup& group = step_.groups[Index(instruction.operand)];
     if (finished_in_[Index(group.communicator)] != instruction.sequence) return false;
-    if (joins_ != nullptr) {
+    if (joins_ != nullptr && joins_->IsJoined(traits_.rank, stream.head)) {
       stream.status = StreamStatus::kJoining;
       joins_->Come(traits_.rank, s, stream.head);
       return true;

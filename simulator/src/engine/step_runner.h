@@ -27,6 +27,8 @@ namespace shardplan::internal {
 class Joins {
  public:
   virtual ~Joins() = default;
+  // Whether a collective of a rank is one of several ranks here; else the rank does it by itself.
+  virtual bool IsJoined(std::int32_t /*rank*/, std::int32_t /*instruction*/) const { return true; }
   // The stream of a rank has come to a collective. Whoever comes last has all of them Begun, itself too.
   virtual void Come(std::int32_t rank, std::size_t stream, std::int32_t instruction) = 0;
   // The rate that the rank offers it from now on.

@@ -81,20 +81,16 @@ Event Slice(const std::string& name, const char* category, int process, std::int
           {"args", std::move(args)}};
 }
 
-}  // namespace
-
-std::string KinetoTrace(const Recording& recording, const RecordingSimulation& simulation,
-                        const Cluster& cluster) {
-  constexpr int kDevice = 0;
-  const int host = internal::kTraceProcess;
-  Event events = Event::array();
+// The device of a rank is the process of its number, its threads are those of another.
+void AddRank(const Recording& recording, const RecordingSimulation& simulation, int device, int host,
+             Event& events) {
   events.push_back(
       {{"ph", "M"}, {"name", "process_name"}, {"pid", host}, {"tid", 0}, {"args", {{"name", "python"}}}});
   events.push_back({{"ph", "M"},
                     {"name", "process_labels"},
-                    {"pid", kDevice},
+                    {"pid", device},
                     {"tid", 0},
-                    {"args", {{"labels", "GPU 0"}}}});
+                    {"args", {{"labels", fmt::format("GPU {}", device)}}}});
   for (std::size_t t = 0; t < recording.threads.size(); ++t) {
     events.push_back({{"ph", "M"},
                       {"name", "thread_name"},
@@ -117,21 +113,32 @@ std::string KinetoTrace(const Recording& recording, const RecordingSimulation& s
     }
     if (described.category.empty()) continue;
     Event args = described.args;
-    args["device"] = kDevice;
+    args["device"] = device;
     args["stream"] = internal::kFirstTraceStream + span.stream;
     args["correlation"] = span.event;
-    events.push_back(Slice(described.name, described.category.c_str(), kDevice,
+    events.push_back(Slice(described.name, described.category.c_str(), device,
                            internal::kFirstTraceStream + span.stream, span.start_ns, span.end_ns,
                            std::move(args)));
   }
+}
+
+}  // namespace
+
+std::string KinetoTrace(const std::vector<const Recording*>& recordings,
+                        const std::vector<RecordingSimulation>& simulations, const Cluster& cluster) {
+  Event events = Event::array(), devices = Event::array();
+  for (std::size_t r = 0; r < recordings.size(); ++r) {
+    const auto device = static_cast<int>(r);
+    AddRank(*recordings[r], simulations[r], device, internal::kTraceProcess + device, events);
+    devices.push_back({{"id", device},
+                       {"name", cluster.device.name},
+                       {"totalGlobalMem", cluster.device.memory_bytes.value}});
+  }
+  const Recording& first = *recordings.front();
   const Event trace = {
       {"schemaVersion", 1},
-      {"deviceProperties",
-       {{{"id", kDevice},
-         {"name", cluster.device.name},
-         {"totalGlobalMem", cluster.device.memory_bytes.value}}}},
-      {"distributedInfo",
-       {{"backend", "nccl"}, {"rank", recording.rank}, {"world_size", recording.world_size}}},
+      {"deviceProperties", std::move(devices)},
+      {"distributedInfo", {{"backend", "nccl"}, {"rank", first.rank}, {"world_size", first.world_size}}},
       {"displayTimeUnit", "ms"},
       {"shardplan", {{"simulated", true}, {"cluster", cluster.name}}},
       {"traceEvents", std::move(events)}};

@@ -66,6 +66,12 @@ class Lowering {
   }
 
  private:
+  struct KnownCollective {
+    Nanoseconds duration_ns;
+    std::int8_t loads = -1;
+    std::string source;
+  };
+
   std::string Pointer() const { return fmt::format("/events/{}", number_); }
   const EngineInstruction& Last() const { return step_.code.back(); }
 
@@ -212,54 +218,95 @@ class Lowering {
   // directions.
   Status Lower(const IssuedCollective& issued) {
     if (issued.batch >= 0 && !batches_.insert(issued.batch).second) return {};
-    const RecordedCommunicator& communicator =
-        recording_.communicators[static_cast<std::size_t>(issued.communicator)];
-    CollectiveRequest request{.kind = issued.kind, .ranks = communicator.size};
-    request.full_tensor_bytes = issued.size_bytes;
-    if (issued.batch >= 0) Merge(issued, request);
-    const auto [known, is_new] =
-        known_.try_emplace({issued.communicator, request.kind, request.full_tensor_bytes.value});
-    if (is_new) {
-      const Result<std::vector<GroupPlacement>*> placements = PlacementsOf(issued.communicator);
-      if (!placements) return std::unexpected(placements.error());
-      request.placements = **placements;
-      Result<CollectiveCost> cost = costs_.Collective(request);
-      if (!cost) return std::unexpected(cost.error());
-      const Result<std::int8_t> loads = LoadsIndex(cost->loads);
-      if (!loads) return std::unexpected(loads.error());
-      known->second = {cost->duration_ns, *loads, cost->source};
-    }
+    Request request = {issued.kind, issued.size_bytes, issued.peer};
+    const std::vector<std::int64_t> messages = MessagesOf(issued, request);
+    const Result<KnownCollective> known = CostOf(issued.communicator, request);
+    if (!known) return std::unexpected(known.error());
     EngineInstruction instruction = On(issued.stream, EngineOp::kWork);
     instruction.work = WorkClass::kCollective;
-    instruction.loads = known->second.loads;
-    instruction.duration_ns = known->second.duration_ns;
+    instruction.loads = known->loads;
+    instruction.duration_ns = known->duration_ns;
     instruction.host_ns = cluster_.host.collective_issue_ns;
     instruction.sequence = issued_to_[static_cast<std::size_t>(issued.communicator)]++;
-    const auto [group, fresh] = groups_.try_emplace({request.kind, issued.communicator, known->second.source},
+    const auto [group, fresh] = groups_.try_emplace({request.kind, issued.communicator, known->source},
                                                     static_cast<std::int32_t>(step_.groups.size()));
-    if (fresh) step_.groups.push_back({request.kind, issued.communicator, known->second.source, 0, {}});
+    if (fresh) step_.groups.push_back({request.kind, issued.communicator, known->source, 0, {}});
     instruction.operand = group->second;
     CollectiveGroup& sum = step_.groups[static_cast<std::size_t>(group->second)];
     ++sum.count;
-    sum.full_tensor_bytes += request.full_tensor_bytes;
+    sum.full_tensor_bytes += request.size_bytes;
     Append(instruction);
-    return {};
+    return AddParts(messages, known->duration_ns);
   }
 
-  void Merge(const IssuedCollective& first, CollectiveRequest& request) const {
+  struct Request {
+    CollectiveKind kind = CollectiveKind::kAllGather;
+    Bytes size_bytes;
+    std::int32_t peer = -1;  // of a message
+  };
+
+  // The messages of its group, which are one request; itself, where it is no message.
+  std::vector<std::int64_t> MessagesOf(const IssuedCollective& first, Request& request) const {
+    if (first.batch < 0) return {static_cast<std::int64_t>(number_)};
     std::int64_t sent = 0, received = 0, other = 0;
     std::set<std::int32_t> peers;
+    std::vector<std::int64_t> messages;
     for (std::size_t i = number_; i < range_.end; ++i) {
       const auto* part = std::get_if<IssuedCollective>(&recording_.events[i]);
       if (part == nullptr || part->batch != first.batch) continue;
-      if (part->peer >= 0) peers.insert(part->peer);
+      if (part->peer >= 0) {
+        peers.insert(part->peer);
+        messages.push_back(static_cast<std::int64_t>(i));
+      }
       std::int64_t& sum = part->kind == CollectiveKind::kSend      ? sent
                           : part->kind == CollectiveKind::kReceive ? received
                                                                    : other;
       sum += part->size_bytes.value;
     }
-    request.full_tensor_bytes = {std::max({sent, received, other})};
-    if (peers.size() > 1) request.kind = CollectiveKind::kAllToAll;
+    request.size_bytes = {std::max({sent, received, other})};
+    if (peers.size() > 1) request = {CollectiveKind::kAllToAll, request.size_bytes, -1};
+    if (messages.empty()) messages = {static_cast<std::int64_t>(number_)};
+    return messages;
+  }
+
+  Status AddParts(const std::vector<std::int64_t>& messages, Nanoseconds together_ns) {
+    const auto instruction = static_cast<std::int32_t>(step_.code.size()) - 1;
+    if (messages.size() == 1) {
+      lowered_.parts.push_back({instruction, messages.front(), together_ns});
+      return {};
+    }
+    for (const std::int64_t message : messages) {
+      const auto& issued = std::get<IssuedCollective>(recording_.events[static_cast<std::size_t>(message)]);
+      const Result<KnownCollective> alone =
+          CostOf(issued.communicator, {issued.kind, issued.size_bytes, issued.peer});
+      if (!alone) return std::unexpected(alone.error());
+      lowered_.parts.push_back({instruction, message, alone->duration_ns});
+    }
+    return {};
+  }
+
+  Result<KnownCollective> CostOf(RecordedId id, const Request& asked) {
+    const auto [known, is_new] = known_.try_emplace({id, asked.kind, asked.size_bytes.value, asked.peer});
+    if (!is_new) return known->second;
+    const RecordedCommunicator& communicator = recording_.communicators[static_cast<std::size_t>(id)];
+    CollectiveRequest request{.kind = asked.kind, .ranks = communicator.size};
+    request.full_tensor_bytes = asked.size_bytes;
+    GroupPlacement pair;
+    if (asked.peer >= 0 && !communicator.ranks.empty()) {
+      pair = PlacePair(cluster_, recording_.rank, communicator.ranks[static_cast<std::size_t>(asked.peer)]);
+      request.ranks = 2;
+      request.placements = {&pair, 1};
+    } else {
+      const Result<std::vector<GroupPlacement>*> placements = PlacementsOf(id);
+      if (!placements) return std::unexpected(placements.error());
+      request.placements = **placements;
+    }
+    Result<CollectiveCost> cost = costs_.Collective(request);
+    if (!cost) return std::unexpected(cost.error());
+    const Result<std::int8_t> loads = LoadsIndex(cost->loads);
+    if (!loads) return std::unexpected(loads.error());
+    known->second = {cost->duration_ns, *loads, cost->source};
+    return known->second;
   }
 
   Result<std::vector<GroupPlacement>*> PlacementsOf(RecordedId id) {
@@ -349,11 +396,6 @@ class Lowering {
   }
   Status Lower(const auto&) { return {}; }
 
-  struct KnownCollective {
-    Nanoseconds duration_ns;
-    std::int8_t loads = -1;
-    std::string source;
-  };
   struct Sum {
     std::int64_t count = 0;
     Nanoseconds busy_ns;
@@ -372,7 +414,7 @@ class Lowering {
   std::map<std::int64_t, std::int32_t> slot_of_;
   std::int32_t slots_ = 0;
   std::map<RecordedId, std::vector<GroupPlacement>> placements_;
-  std::map<std::tuple<RecordedId, CollectiveKind, std::int64_t>, KnownCollective> known_;
+  std::map<std::tuple<RecordedId, CollectiveKind, std::int64_t, std::int32_t>, KnownCollective> known_;
   std::map<std::tuple<CollectiveKind, RecordedId, std::string>, std::int32_t> groups_;
   std::set<std::int32_t> batches_;
   std::map<std::pair<std::string, std::string>, Sum> operators_;

@@ -4,13 +4,16 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <memory>
 #include <set>
 #include <string_view>
 #include <utility>
 
 #include "cost/fixed_log.h"
+#include "recorded/joined_ranks.h"
 #include "recorded/lower_recording.h"
+#include "recorded/meetings.h"
 #include "recorded/steps.h"
 #include "report/builder.h"
 #include "shardplan/schemas/printable.h"
@@ -21,6 +24,7 @@ namespace shardplan {
 namespace {
 
 using internal::LoweredRecording;
+using internal::Meeting;
 using internal::MulDiv;
 
 constexpr std::int64_t kPartsPerMillion = 1'000'000, kSecond = 1'000'000'000;
@@ -45,13 +49,14 @@ std::string CommunicatorName(const Recording& recording, RecordedId id) {
   return name.empty() ? fmt::format("communicator {}", id) : name;
 }
 
-void FillNotes(const LoweredRecording& lowered, const Cluster& cluster, std::int32_t step, Report& report) {
+void FillNotes(const LoweredRecording& lowered, const Cluster& cluster, std::int32_t step,
+               const std::string& ranks, Report& report) {
   report.notes.push_back(step > 0 ? fmt::format("step {} of the recording", step)
                                   : std::string("no step of the recording ended: all of it"));
   report.notes.push_back(fmt::format("operators: {} by roofline with the efficiency curve of {}",
                                      lowered.program.modelled_operators,
                                      cluster.device.name.empty() ? cluster.name : cluster.device.name));
-  report.notes.push_back("the step begins with an idle device; the other ranks do the same as this one");
+  report.notes.push_back("the step begins with an idle device; " + ranks);
   std::int64_t again = 0;
   for (const auto& [dtype, flops] : lowered.recomputed_flops) again += flops;
   if (again > 0) {
@@ -62,25 +67,29 @@ void FillNotes(const LoweredRecording& lowered, const Cluster& cluster, std::int
   for (const std::string& note : lowered.program.notes) report.notes.push_back(note);
 }
 
+// What the whole job does in a step.
+struct JobWork {
+  std::int64_t tokens = 0;
+  Nanoseconds step_ns;
+  Nanoseconds peak_ns;  // of one rank's matrix work at the peak rates, in the mean of the ranks
+};
+
 Report ReportOf(const Recording& recording, const Cluster& cluster, const LoweredRecording& lowered,
-                const EngineResult& result, const EngineResult& synchronized,
-                const RecordingOptions& options) {
+                EngineResult result, const EngineResult& synchronized, const JobWork& job) {
   const EngineStep& step = lowered.program.steps.front();
+  // The rank is idle until the last one is done.
+  result.activity_ns[static_cast<std::size_t>(DeviceActivity::kIdle)] += job.step_ns - result.end_ns;
+  result.end_ns = job.step_ns;
   Report report;
   report.model = recording.job;
   report.policy = "rehearsed";
   report.cluster = cluster.name;
   report.world_size = recording.world_size;
   internal::FillTimes(step, result, synchronized, report);
-  const std::int64_t tokens =
-      options.tokens_per_step > 0
-          ? options.tokens_per_step
-          : lowered.tokens * std::max<std::int64_t>(1, recording.world_size / RanksOfABatch(recording));
-  if (result.end_ns.value > 0) {
+  if (job.step_ns.value > 0) {
     report.tokens_per_second_per_rank =
-        MulDiv(tokens, kSecond, result.end_ns.value) / std::max<std::int64_t>(1, recording.world_size);
-    report.model_flops_utilization_ppm =
-        MulDiv(internal::AtPeak(lowered.flops, cluster).value, kPartsPerMillion, result.end_ns.value);
+        MulDiv(job.tokens, kSecond, job.step_ns.value) / std::max<std::int64_t>(1, recording.world_size);
+    report.model_flops_utilization_ppm = MulDiv(job.peak_ns.value, kPartsPerMillion, job.step_ns.value);
   }
   for (std::size_t s = 0; s < lowered.streams.size(); ++s) {
     report.streams.push_back({StreamName(lowered, s), result.stream_busy_ns[s], result.stream_operations[s]});
@@ -91,42 +100,147 @@ Report ReportOf(const Recording& recording, const Cluster& cluster, const Lowere
   return report;
 }
 
+JobWork WorkOf(const std::vector<const Recording*>& recordings, const std::vector<LoweredRecording>& lowered,
+               const std::vector<internal::JoinedRank>& joined, std::int64_t ranks_of_a_pipeline,
+               const Cluster& cluster, const RecordingOptions& options) {
+  JobWork job;
+  const Recording& first = *recordings.front();
+  const std::int64_t of_a_batch = RanksOfABatch(first) * ranks_of_a_pipeline;
+  for (std::size_t r = 0; r < recordings.size(); ++r) {
+    job.tokens = std::max(job.tokens, lowered[r].tokens);
+    job.step_ns = std::max(job.step_ns, joined[r].result.end_ns);
+    job.peak_ns += internal::AtPeak(lowered[r].flops, cluster);
+  }
+  job.peak_ns = {job.peak_ns.value / std::ssize(recordings)};
+  job.tokens *= std::max<std::int64_t>(1, first.world_size / of_a_batch);
+  if (options.tokens_per_step > 0) job.tokens = options.tokens_per_step;
+  return job;
+}
+
+// The recording's event, in place of the engine's instruction.
+Error NeverEnds(Error error, const std::vector<const Recording*>& recordings,
+                const std::vector<LoweredRecording>& lowered) {
+  std::size_t rank = 0, instruction = 0;
+  if (std::sscanf(error.pointer.c_str(), "/%zu/code/%zu", &rank, &instruction) != 2) return error;
+  error.message = fmt::format("the step of rank {} never ends: this waits for ever", recordings[rank]->rank);
+  error.pointer = fmt::format("/events/{}", lowered[rank].events[instruction]);
+  return error;
+}
+
+// Ranks that messages connect with the first.
+std::int64_t RanksOfAPipeline(std::size_t ranks, const std::vector<Meeting>& meetings,
+                              const std::vector<LoweredRecording>& lowered) {
+  std::set<std::int32_t> reached = {0};
+  for (std::size_t before = 0; before != reached.size();) {
+    before = reached.size();
+    for (const Meeting& meeting : meetings) {
+      const Meeting::Member& a = meeting.members.front();
+      const EngineStep& step = lowered[static_cast<std::size_t>(a.rank)].program.steps.front();
+      const EngineInstruction& code = step.code[static_cast<std::size_t>(a.instruction)];
+      const CollectiveKind kind = step.groups[static_cast<std::size_t>(code.operand)].kind;
+      const bool is_message = kind == CollectiveKind::kSend || kind == CollectiveKind::kReceive;
+      if (!is_message || meeting.members.size() != 2) continue;
+      if (reached.contains(a.rank)) reached.insert(meeting.members.back().rank);
+      if (reached.contains(meeting.members.back().rank)) reached.insert(a.rank);
+    }
+  }
+  return ranks == 1 ? 1 : std::ssize(reached);
+}
+
 }  // namespace
 
 Result<RecordingSimulation> SimulateRecording(const Recording& recording, const Cluster& cluster,
                                               const RecordingOptions& options) {
-  if (cluster.ranks < recording.world_size) {
-    return MakeInputError("/ranks", "the cluster has fewer ranks than the recorded job",
-                          fmt::format("{}", cluster.ranks), fmt::format("{} or more", recording.world_size));
-  }
-  const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
-  const internal::RecordedStep step = internal::LastStep(recording);
-  Result<LoweredRecording> lowered = internal::LowerRecording(recording, step, cluster, *costs);
-  if (!lowered) return std::unexpected(std::move(lowered.error()));
-  EngineTimeline timeline;
-  const Result<EngineResult> result = RunStep(lowered->program, 0, &timeline, {.activities = true});
-  if (!result) return std::unexpected(result.error());
-  const Result<EngineResult> synchronized =
-      RunStep(lowered->program, 0, nullptr, {.synchronize_phases = true});
-  if (!synchronized) return std::unexpected(synchronized.error());
-  RecordingSimulation simulation;
-  simulation.step = step.number;
-  simulation.report = ReportOf(recording, cluster, *lowered, *result, *synchronized, options);
-  FillNotes(*lowered, cluster, step.number, simulation.report);
-  for (const EngineSpan& span : timeline.spans) {
-    const auto i = static_cast<std::size_t>(span.instruction);
-    const RecordedId stream = span.stream < 0 ? -1 : lowered->streams[static_cast<std::size_t>(span.stream)];
-    simulation.spans.push_back({stream, lowered->events[i], span.start_ns, span.end_ns,
-                                span.stream < 0 ? Nanoseconds{} : timeline.issued_ns[i]});
-  }
-  return simulation;
+  Result<std::vector<RecordingSimulation>> alone = SimulateRecordings({&recording}, cluster, options);
+  if (!alone) return std::unexpected(std::move(alone.error()));
+  return std::move(alone->front());
 }
 
-std::string RecordedTimeText(const RecordingSimulation& simulation) {
+Result<std::vector<RecordingSimulation>> SimulateRecordings(const std::vector<const Recording*>& recordings,
+                                                            const Cluster& cluster,
+                                                            const RecordingOptions& options) {
+  const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
+  std::vector<LoweredRecording> lowered;
+  std::vector<std::int32_t> steps;
+  for (const Recording* recording : recordings) {
+    if (cluster.ranks < recording->world_size) {
+      return MakeInputError("/ranks", "the cluster has fewer ranks than the recorded job",
+                            fmt::format("{}", cluster.ranks),
+                            fmt::format("{} or more", recording->world_size));
+    }
+    const internal::RecordedStep step = internal::LastStep(*recording);
+    Result<LoweredRecording> one = internal::LowerRecording(*recording, step, cluster, *costs);
+    if (!one) return std::unexpected(std::move(one.error()));
+    lowered.push_back(std::move(*one));
+    steps.push_back(step.number);
+  }
+  const Result<std::vector<Meeting>> meetings = internal::MeetingsOf(recordings, lowered);
+  if (!meetings) return std::unexpected(meetings.error());
+  const Result<std::vector<internal::JoinedRank>> joined = internal::RunJoined(lowered, *meetings);
+  if (!joined) return std::unexpected(NeverEnds(joined.error(), recordings, lowered));
+  const std::int64_t pipeline = RanksOfAPipeline(recordings.size(), *meetings, lowered);
+  const JobWork job = WorkOf(recordings, lowered, *joined, pipeline, cluster, options);
+  const std::string others =
+      recordings.size() == 1
+          ? std::string("the other ranks do the same as this one")
+          : fmt::format("{} ranks wait for each other, the other ranks do the same as these",
+                        recordings.size());
+  std::vector<RecordingSimulation> simulations;
+  for (std::size_t r = 0; r < recordings.size(); ++r) {
+    const Result<EngineResult> synchronized =
+        RunStep(lowered[r].program, 0, nullptr, {.synchronize_phases = true});
+    if (!synchronized) return std::unexpected(synchronized.error());
+    RecordingSimulation simulation;
+    simulation.rank = recordings[r]->rank;
+    simulation.step = steps[r];
+    simulation.end_ns = (*joined)[r].result.end_ns;
+    simulation.report =
+        ReportOf(*recordings[r], cluster, lowered[r], (*joined)[r].result, *synchronized, job);
+    FillNotes(lowered[r], cluster, steps[r], others, simulation.report);
+    const EngineTimeline& timeline = (*joined)[r].timeline;
+    for (const EngineSpan& span : timeline.spans) {
+      const auto i = static_cast<std::size_t>(span.instruction);
+      const RecordedId stream =
+          span.stream < 0 ? -1 : lowered[r].streams[static_cast<std::size_t>(span.stream)];
+      simulation.spans.push_back({stream, lowered[r].events[i], span.start_ns, span.end_ns,
+                                  span.stream < 0 ? Nanoseconds{} : timeline.issued_ns[i]});
+    }
+    simulations.push_back(std::move(simulation));
+  }
+  return simulations;
+}
+
+namespace {
+
+std::string InMilliseconds(Nanoseconds time) {
+  return fmt::format("{:.2f} ms", static_cast<double>(time.value) / 1e6);
+}
+
+Nanoseconds IdleOf(const Report& report) {
+  for (const ActivityReport& activity : report.activities) {
+    if (activity.activity == Name(DeviceActivity::kIdle)) return activity.time_ns;
+  }
+  return {};
+}
+
+std::string RanksText(const std::vector<RecordingSimulation>& simulations) {
+  std::string text = fmt::format("{:>6}  {:>14}  {:>14}  {:>14}  {:>14}\n", "rank", "compute busy", "exposed",
+                                 "idle", "done at");
+  for (const RecordingSimulation& one : simulations) {
+    text += fmt::format("{:>6}  {:>14}  {:>14}  {:>14}  {:>14}\n", one.rank,
+                        InMilliseconds(one.report.compute_ns),
+                        InMilliseconds(one.report.exposed_communication_ns),
+                        InMilliseconds(IdleOf(one.report)), InMilliseconds(one.end_ns));
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string RecordedTimeText(const std::vector<RecordingSimulation>& simulations) {
+  const RecordingSimulation& simulation = simulations.front();
   const Report& report = simulation.report;
-  const auto ms = [](Nanoseconds time) {
-    return fmt::format("{:.2f} ms", static_cast<double>(time.value) / 1e6);
-  };
+  const auto ms = InMilliseconds;
   std::vector<std::pair<std::string, std::string>> rows = {
       {"step", ms(report.step_ns)},
       {"  forward, timed alone", ms(report.forward_ns)},
@@ -155,6 +269,7 @@ std::string RecordedTimeText(const RecordingSimulation& simulation) {
                         static_cast<double>(collective.full_tensor_bytes.value) / 1e9, ms(collective.busy_ns),
                         ms(collective.exposed_ns), collective.cost_source);
   }
+  if (simulations.size() > 1) text += "\n" + RanksText(simulations);
   return text;
 }
 

@@ -215,9 +215,9 @@ Status RunRecorded(const CompareArguments& arguments, const Recording& recording
     return MakeError(ErrorCode::kUsage,
                      "--json and --html are of plans: a recording's step has no causes by unit");
   }
-  const Result<RecordedTime> time = TimeOfRecording(recording, arguments.a, arguments.cluster, 0);
+  const Result<RecordedTime> time = TimeOfRecordings({&recording}, {arguments.a}, arguments.cluster, 0);
   if (!time) return std::unexpected(time.error());
-  return prints ? PrintText(ComparisonTable({time->simulation.report, *measured})) : Status{};
+  return prints ? PrintText(ComparisonTable({time->simulations.front().report, *measured})) : Status{};
 }
 
 Status RunCompare(const CompareArguments& arguments) {

@@ -9,42 +9,46 @@
 
 namespace shardplan::cli {
 
-Result<RecordedTime> TimeOfRecording(const Recording& recording, const std::string& path,
-                                     const std::string& cluster, std::int64_t tokens) {
+Result<RecordedTime> TimeOfRecordings(const std::vector<const Recording*>& recordings,
+                                      const std::vector<std::string>& paths, const std::string& cluster,
+                                      std::int64_t tokens) {
   if (cluster.empty()) {
     return MakeError(ErrorCode::kUsage, "a recording has no cluster of its own: give --cluster, as h100_sxm");
   }
-  Result<Cluster> named = FindCluster(cluster, recording.world_size);
+  const std::int64_t ranks = recordings.front()->world_size;
+  Result<Cluster> named = FindCluster(cluster, ranks);
   if (!named) return std::unexpected(std::move(named.error()));
-  Result<Cluster> resized = WithRanks(std::move(*named), recording.world_size);
+  Result<Cluster> resized = WithRanks(std::move(*named), ranks);
   if (!resized) {
     resized.error().file = cluster;
     return std::unexpected(std::move(resized.error()));
   }
-  Result<RecordingSimulation> simulation =
-      SimulateRecording(recording, *resized, {.tokens_per_step = tokens});
-  if (!simulation) {
-    if (simulation.error().file.empty()) simulation.error().file = path;
-    return std::unexpected(std::move(simulation.error()));
+  Result<std::vector<RecordingSimulation>> simulations =
+      SimulateRecordings(recordings, *resized, {.tokens_per_step = tokens});
+  if (!simulations) {
+    if (paths.size() == 1 && simulations.error().file.empty()) simulations.error().file = paths.front();
+    return std::unexpected(std::move(simulations.error()));
   }
-  return RecordedTime{std::move(*resized), std::move(*simulation)};
+  return RecordedTime{std::move(*resized), std::move(*simulations)};
 }
 
-Status SimulateRecorded(const Recording& recording, const RecordedTimeArguments& arguments) {
+Status SimulateRecorded(const std::vector<const Recording*>& recordings,
+                        const RecordedTimeArguments& arguments) {
   const Result<RecordedTime> time =
-      TimeOfRecording(recording, arguments.path, arguments.cluster, arguments.tokens);
+      TimeOfRecordings(recordings, arguments.paths, arguments.cluster, arguments.tokens);
   if (!time) return std::unexpected(time.error());
-  const RecordingSimulation& simulation = time->simulation;
+  const std::vector<RecordingSimulation>& simulations = time->simulations;
   if (!arguments.report.empty()) {
-    if (Status s = WriteAndSay(arguments.report, ToJson(simulation.report), arguments.quiet); !s) return s;
+    const std::string report = ToJson(simulations.front().report);
+    if (Status s = WriteAndSay(arguments.report, report, arguments.quiet); !s) return s;
   }
   if (!arguments.kineto.empty()) {
-    const std::string trace = KinetoTrace(recording, simulation, time->cluster);
+    const std::string trace = KinetoTrace(recordings, simulations, time->cluster);
     const std::string bytes = arguments.kineto.ends_with(".gz") ? Gzip(trace) : trace;
     if (Status s = WriteAndSay(arguments.kineto, bytes, arguments.quiet, "open it at ui.perfetto.dev"); !s)
       return s;
   }
-  return arguments.prints ? PrintText(RecordedTimeText(simulation)) : Status{};
+  return arguments.prints ? PrintText(RecordedTimeText(simulations)) : Status{};
 }
 
 }  // namespace shardplan::cli

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// `simulate` of a recording: the time of its last whole step on a cluster.
+// `simulate` of a recording: the time of its last whole step on a cluster. Several are joined.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/error.h"
@@ -13,23 +14,25 @@
 namespace shardplan::cli {
 
 struct RecordedTimeArguments {
-  std::string path;     // of the recording, for errors
-  std::string cluster;  // a file, a shipped one, or a device
+  std::vector<std::string> paths;  // of the recordings, for errors
+  std::string cluster;             // a file, a shipped one, or a device
   std::int64_t tokens = 0;
   std::string report, kineto;  // files; "": none
   bool quiet = false;
   bool prints = true;
 };
 
-// The report of its time on the cluster with as many ranks as the job. kUsage: no cluster is named.
+// The time of ranks of one job on the cluster with as many ranks as that. kUsage: no cluster is named.
 struct RecordedTime {
   Cluster cluster;
-  RecordingSimulation simulation;
+  std::vector<RecordingSimulation> simulations;  // of each recording
 };
-Result<RecordedTime> TimeOfRecording(const Recording& recording, const std::string& path,
-                                     const std::string& cluster, std::int64_t tokens);
+Result<RecordedTime> TimeOfRecordings(const std::vector<const Recording*>& recordings,
+                                      const std::vector<std::string>& paths, const std::string& cluster,
+                                      std::int64_t tokens);
 
 // The same, written and printed.
-Status SimulateRecorded(const Recording& recording, const RecordedTimeArguments& arguments);
+Status SimulateRecorded(const std::vector<const Recording*>& recordings,
+                        const RecordedTimeArguments& arguments);
 
 }  // namespace shardplan::cli

@@ -67,11 +67,6 @@ std::vector<OutputFile> OutputsOf(const SimulateArguments& options) {
 }
 
 Status CheckFiles(const SimulateArguments& options) {
-  if (options.plans.size() > 1 &&
-      !(options.report.empty() && options.timeline.empty() && options.kineto.empty())) {
-    return MakeError(ErrorCode::kUsage,
-                     "--report, --timeline and --kineto take one plan; give --html for several");
-  }
   std::vector<std::string> inputs = options.plans;
   inputs.push_back(options.cluster);
   return CheckOutputs(inputs, OutputsOf(options), !HasStandardOutput(OutputsOf(options)));
@@ -136,8 +131,9 @@ Result<std::string> ApartText(const RanksApartOptions& options, const Plan& plan
   return "\n" + RanksApartText(*apart, alike_ns);
 }
 
-// A recording is simulated alone.
-Status RunRecording(const SimulateArguments& options, const Recording& recording, bool prints) {
+// Recordings of several ranks are of one job.
+Status RunRecordings(const SimulateArguments& options, const std::vector<Recording>& recordings,
+                     bool prints) {
   const bool of_plans = options.sensitivity || options.ranks_apart || !options.html.empty() ||
                         !options.budget.empty() || options.alloc_conf;
   if (of_plans) {
@@ -146,8 +142,10 @@ Status RunRecording(const SimulateArguments& options, const Recording& recording
         "a recording is simulated with --cluster, --tokens, --report, --timeline and --kineto alone");
   }
   const std::string& trace = options.kineto.empty() ? options.timeline : options.kineto;
-  return SimulateRecorded(recording, {options.plans.front(), options.cluster, options.tokens, options.report,
-                                      trace, options.quiet, prints});
+  std::vector<const Recording*> ranks;
+  for (const Recording& recording : recordings) ranks.push_back(&recording);
+  return SimulateRecorded(
+      ranks, {options.plans, options.cluster, options.tokens, options.report, trace, options.quiet, prints});
 }
 
 Status RunSimulate(const SimulateArguments& options, bool& fits) {
@@ -162,14 +160,22 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
   const bool prints = !HasStandardOutput(OutputsOf(options));
   std::vector<Plan> plans;
   std::vector<Simulation> simulations;
+  std::vector<Recording> recordings;
   std::string uncertainty;
   for (const std::string& path : options.plans) {
     Result<std::variant<Plan, Recording>> read = ReadVerifiedPlanOrRecording(path, options.no_verify);
     if (!read) return std::unexpected(read.error());
-    if (const auto* recording = std::get_if<Recording>(&*read)) {
-      if (options.plans.size() == 1) return RunRecording(options, *recording, prints);
+    if (auto* recording = std::get_if<Recording>(&*read)) recordings.push_back(std::move(*recording));
+    if (!recordings.empty()) {
+      if (recordings.size() == options.plans.size()) return RunRecordings(options, recordings, prints);
+      if (recordings.size() == static_cast<std::size_t>(&path - options.plans.data()) + 1) continue;
       return MakeError(ErrorCode::kUsage,
-                       fmt::format("{} is a recording: it is simulated alone", Printable(path)));
+                       fmt::format("{}: recordings and plans are not simulated together", Printable(path)));
+    }
+    if (options.plans.size() > 1 &&
+        !(options.report.empty() && options.timeline.empty() && options.kineto.empty())) {
+      return MakeError(ErrorCode::kUsage,
+                       "--report, --timeline and --kineto take one plan; give --html for several");
     }
     Plan* plan = std::get_if<Plan>(&*read);
     SimulationOptions simulation_options;

@@ -46,6 +46,9 @@ std::int64_t RanksSpanned(const Communicator& communicator);
 std::vector<GroupPlacement> PlaceGroups(const Cluster& cluster, const Communicator& communicator,
                                         std::int64_t world_size);
 
+// Two ranks that exchange messages, and so do all that lie as far apart.
+GroupPlacement PlacePair(const Cluster& cluster, std::int64_t a, std::int64_t b);
+
 // The placement of a group of `ranks` of which a table or a row of measurements says no more than that: ranks
 // fill one node after the other, `concurrent_groups` groups (as many of them as there is room for) share a
 // node. `nodes` above 0: the group spans so many, its ranks evenly among them.

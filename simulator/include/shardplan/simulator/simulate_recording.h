@@ -31,7 +31,9 @@ struct RecordedSpan {
 };
 
 struct RecordingSimulation {
-  Report report;
+  Report report;          // step_ns, tokens/s and utilization are the job's, everything else is the rank's
+  std::int64_t rank = 0;  // whose recording it is
+  Nanoseconds end_ns;     // when this rank is done
   std::int32_t step = 0;  // which was simulated: the last whole one; 0: all, where no step ended
   std::vector<RecordedSpan> spans;
 };
@@ -42,11 +44,20 @@ struct RecordingSimulation {
 Result<RecordingSimulation> SimulateRecording(const Recording& recording, const Cluster& cluster,
                                               const RecordingOptions& options = {});
 
-// That step as torch.profiler writes a profile (Kineto's JSON): Perfetto opens it.
-std::string KinetoTrace(const Recording& recording, const RecordingSimulation& simulation,
-                        const Cluster& cluster);
+// Ranks that do different things, the stages of a pipeline, each waiting for the messages of the others
+// (simulator/src/recorded/meetings.h has the rules). The first is the one that was asked for. One result for
+// each. kBadInput, too: recordings that are not of one job, a rank that is missing, and messages and
+// collectives that do not match.
+Result<std::vector<RecordingSimulation>> SimulateRecordings(const std::vector<const Recording*>& recordings,
+                                                            const Cluster& cluster,
+                                                            const RecordingOptions& options = {});
 
-// A table for people.
-std::string RecordedTimeText(const RecordingSimulation& simulation);
+// That step as torch.profiler writes a profile (Kineto's JSON): Perfetto opens it. Several ranks: each with
+// its device and its threads. As many simulations as recordings.
+std::string KinetoTrace(const std::vector<const Recording*>& recordings,
+                        const std::vector<RecordingSimulation>& simulations, const Cluster& cluster);
+
+// A table for people, of the first; a line for each where there are several.
+std::string RecordedTimeText(const std::vector<RecordingSimulation>& simulations);
 
 }  // namespace shardplan

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// [Note: ranks that meet] Several ranks of one job are simulated together where they do different things: the
+// stages of a pipeline. They meet in messages, the first that one sends another in the first that the other
+// receives of it, and in collectives of a communicator that two of them are in. All other collectives a rank
+// does with ranks that do as it does.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "recorded/lower_recording.h"
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/recording.h"
+
+namespace shardplan::internal {
+
+struct Meeting {
+  struct Member {
+    std::int32_t rank = -1;  // index into the recordings
+    std::int32_t instruction = -1;
+  };
+  std::vector<Member> members;  // two or more
+  Nanoseconds duration_ns;      // alone
+};
+
+// The meetings of lowered steps. kBadInput: the recordings are of several jobs, or of one rank twice; a rank
+// has a message with a rank whose recording is not there, and no message of as many bytes in the other
+// direction beside it; or two of them do not issue as many.
+Result<std::vector<Meeting>> MeetingsOf(const std::vector<const Recording*>& recordings,
+                                        const std::vector<LoweredRecording>& lowered);
+
+}  // namespace shardplan::internal
