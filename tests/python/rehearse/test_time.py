@@ -82,3 +82,37 @@ def test_a_cluster_without_room_for_the_job_says_no_time(folder):
     )  # fmt: skip
     assert done.returncode == 0 and "no time: " in done.stderr, done.stderr
     assert "time of step" not in done.stdout
+
+
+def test_stages_of_a_pipeline_are_joined(tmp_path):
+    """Stages that are alike work on m micro-batches, and are idle for as long as p - 1 of them take."""
+    stages, micro_batches = 2, 4
+    report, trace = tmp_path / "report.json", tmp_path / "kineto.json"
+    words = ["--gpus", 2 * stages, "--no-history", "--cluster", CLUSTER, "--report", report, "--kineto", trace]
+    script = ["torchrun", "--nproc_per_node", 4, SCRIPTS / "stages.py", stages, micro_batches]
+    done = rehearse(*words, "--", *script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 2 is rehearsed, too: it is another stage of the pipeline" in done.stderr
+    assert re.search(r"^rank +max allocated +max reserved +fits\n0 .*\n2 .*yes$", done.stdout, re.MULTILINE), done.stdout
+    rows = [line.split() for line in done.stdout.split("done at\n")[1].split("\n\n")[0].splitlines()]
+    assert [row[0] for row in rows] == ["0", "2"]
+    rehearsed = json.loads(report.read_text())
+    passes_ns = rehearsed["forward_ns"] + rehearsed["backward_ns"]
+    expected_ns = passes_ns * (micro_batches + stages - 1) / micro_batches + rehearsed["optimizer_ns"]
+    assert expected_ns < rehearsed["step_ns"] < 1.1 * expected_ns  # more: messages, gathers before the first layer
+    assert "2 ranks wait for each other, the other ranks do the same as these" in str(rehearsed["notes"])
+    kernels = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    assert {event["pid"] for event in kernels} == {0, 1}
+    received = {event["pid"]: event["ts"] for event in reversed(kernels) if event["name"] == "nccl:recv"}
+    sent = {event["pid"]: event["ts"] for event in reversed(kernels) if event["name"] == "nccl:send"}
+    assert received[1] == pytest.approx(sent[0], abs=0.001)  # the first message
+
+
+def test_a_stage_that_fails_says_no_time(tmp_path):
+    done = rehearse(
+        "--gpus", 4, "--no-history", "--steps", 1, "--cluster", CLUSTER, "--", "torchrun", "--nproc_per_node", 4,
+        SCRIPTS / "failing_stage.py",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no time: rank 2, another stage of the pipeline, ended early" in done.stderr
+    assert "this stage has no data" in done.stderr

@@ -19,6 +19,7 @@ from . import page, recording, report, text
 from .device import DEFAULT_CLUSTER, Device, NoDevice, device_folder, device_of, with_links
 from .launch import RECORDED, Asked, NeedsTooMuch, Outcome, Rehearsal
 from .routing import BadRouting, shares_of
+from .stages import Stages
 
 _EXIT_DOES_NOT_FIT, _EXIT_USAGE, _EXIT_BAD_INPUT = 1, 2, 3
 _KEPT_S = 900
@@ -217,13 +218,15 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
             command, device, with_links(folder, scratch), options.gpus, options.gpus_per_node, options.steps, history,
             snapshot, routing, bool(options.record or options.races or options.cluster), options.keep,
         )
-        outcome = Rehearsal(asked, scratch, say).of_rank(options.rank)
+        rehearsal = Rehearsal(asked, scratch, say)
+        outcome = rehearsal.of_rank(options.rank)
         code = _tell(outcome, device, command, may_end_early=bool(options.record or options.races))
         result = outcome.told.get("result")
         if result is not None and result["stretches"]:
             timed = None
             if options.record or options.races or options.cluster:
-                refused, timed = _recorded(options, outcome, device, command)
+                stages = Stages(rehearsal, device, command, say)
+                refused, timed = _recorded(options, outcome, device, command, stages)
                 code = code or refused
             if options.report:
                 document = report.report_of(result, device, command, timed)
@@ -237,7 +240,7 @@ def _rehearse(options: argparse.Namespace, command: list[str]) -> int:
 
 
 def _recorded(
-    options: argparse.Namespace, outcome: Outcome, device: Device, command: list[str]
+    options: argparse.Namespace, outcome: Outcome, device: Device, command: list[str], stages: Stages
 ) -> tuple[int, dict | None]:
     """Writes the recording, times and proves it. The exit code of that, and the report of the time."""
     raw = outcome.folder / RECORDED
@@ -250,8 +253,11 @@ def _recorded(
     timed = None
     if options.cluster:
         try:
-            time = recording.time_of(path, device, options.tokens, options.kineto, outcome.folder)
+            paths = [path, *stages.beside(options.rank, outcome)]
+            time = recording.time_of(paths, device, options.tokens, options.kineto, outcome.folder)
             print("\n" + time.text, flush=True)
+            if stages.rows:
+                print("\n" + text.stages_text([text.stage_row(outcome.told["result"]), *stages.rows]), flush=True)
             timed = time.report
         except recording.NoTime as error:
             complain("shardplan rehearse", f"no time: {printable_name(str(error))}")

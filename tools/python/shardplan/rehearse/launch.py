@@ -49,7 +49,21 @@ class Outcome:
     output: str = ""  # of a rank that is rehearsed for another: its last lines
 
 
-def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until: str | None) -> dict[str, str]:
+@dataclasses.dataclass(frozen=True)
+class Purpose:
+    """Why a rank is rehearsed."""
+
+    is_asked_for: bool  # its output is the user's, and all that was asked for is written
+    until: str | None = None  # it ends with this message, which another rank receives
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.until is None
+
+
+def environment_of(
+    asked: Asked, rank: int, folder: Path, messages: Path, purpose: Purpose
+) -> dict[str, str]:
     per_node = min(asked.gpus_per_node or _GPUS_PER_NODE, asked.gpus or 1 << 20)
     run = {
         "folder": str(folder),
@@ -61,10 +75,10 @@ def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, until:
         "steps": asked.steps,
         "context_bytes": asked.device.context_bytes,
         "nccl_bytes": asked.device.nccl_bytes,
-        "history": asked.history and until is None,
-        "snapshot": asked.snapshot if until is None else None,
-        "record": str(folder / RECORDED) if asked.record and until is None else None,
-        "until": until,
+        "history": asked.history and purpose.is_asked_for,
+        "snapshot": asked.snapshot if purpose.is_asked_for else None,
+        "record": str(folder / RECORDED) if asked.record and purpose.is_recorded else None,
+        "until": purpose.until,
         "library_folder": str(asked.library_folder),
     }
     environment = dict(os.environ)
@@ -98,7 +112,8 @@ def _first(path: Path, rest: str | None) -> str:
 
 
 class Rehearsal:
-    """The runs of one command: of the rank that is asked for, and before it of those whose objects it receives."""
+    """The runs of one command: of the rank that is asked for, before it of those whose objects it receives, and behind
+    it of the other stages of a pipeline."""
 
     def __init__(self, asked: Asked, scratch: Path, say: Callable[[str], None]) -> None:
         self._asked, self._scratch, self._say = asked, scratch, say
@@ -106,10 +121,17 @@ class Rehearsal:
         self._messages.mkdir()
         self._runs = 0
 
-    def of_rank(self, rank: int, until: str | None = None, waiting: tuple[int, ...] = ()) -> Outcome:
-        """until: ends with this message; the rank's own output is kept. Raises NeedsTooMuch."""
+    def of_rank(self, rank: int) -> Outcome:
+        """Of the rank that is asked for. Raises NeedsTooMuch."""
+        return self._of(rank, Purpose(is_asked_for=True), ())
+
+    def of_other_rank(self, rank: int) -> Outcome:
+        """Recorded, too; its own output is kept. Raises NeedsTooMuch."""
+        return self._of(rank, Purpose(is_asked_for=False), ())
+
+    def _of(self, rank: int, purpose: Purpose, waiting: tuple[int, ...]) -> Outcome:
         while True:
-            outcome = self._run(rank, until)
+            outcome = self._run(rank, purpose)
             needs = outcome.told.get("needs")
             if needs is None:
                 return outcome
@@ -121,30 +143,31 @@ class Rehearsal:
                     "can be rehearsed first"
                 )
             self._say(f"rank {sender} is rehearsed first: rank {rank} receives an object of it")
-            first = self.of_rank(sender, needs["message"], (*waiting, rank))
+            first = self._of(sender, Purpose(is_asked_for=False, until=needs["message"]), (*waiting, rank))
             if "sent" not in first.told and not (self._messages / needs["message"]).exists():
                 raise NeedsTooMuch(
                     f"rank {sender} ended without sending what rank {rank} receives of it (exit code {first.code}); "
                     f"its last lines:\n{first.output}"
                 )
 
-    def _run(self, rank: int, until: str | None) -> Outcome:
+    def _run(self, rank: int, purpose: Purpose) -> Outcome:
         self._runs += 1
         folder = self._scratch / f"run{self._runs}"
         folder.mkdir()
         log = folder / "output"
-        environment = environment_of(self._asked, rank, folder, self._messages, until)
+        environment = environment_of(self._asked, rank, folder, self._messages, purpose)
         if self._asked.keep:
             environment["SHARDPLAN_REHEARSE_KEEP"] = str(self._asked.keep)
         if self._asked.routing is not None:
             shares = self._scratch / "routing"
             shares.write_text("\n".join(map(repr, self._asked.routing)) + "\n")
             environment["SHARDPLAN_DEVICE_ROUTING"] = str(shares)
-        with open(log if until else os.devnull, "wb") as output:
-            quiet = {"stdout": output, "stderr": subprocess.STDOUT} if until else {}
+        is_quiet = not purpose.is_asked_for
+        with open(log if is_quiet else os.devnull, "wb") as output:
+            quiet = {"stdout": output, "stderr": subprocess.STDOUT} if is_quiet else {}
             code = _finished(subprocess.Popen(self._asked.words, env=environment, start_new_session=True, **quiet))
         told = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-        last = log.read_text(errors="replace").splitlines()[-8:] if until else []
+        last = log.read_text(errors="replace").splitlines()[-8:] if is_quiet else []
         return Outcome(code, told, folder, "\n".join(last))
 
 

@@ -105,6 +105,31 @@ def write(path: str, raw: Path, told: Mapping[str, dict], device: Device, comman
             file.writelines(text())
 
 
+def partners(raw: Path, told: Mapping[str, dict]) -> list[int]:
+    """Ranks that do other things than this one: those to which it sends more than it receives with it in one kernel, or
+    the reverse. The stages of a pipeline; not a ring, whose ranks are alike."""
+    groups = told.get("described", {}).get("groups", {})
+    ranks: list[list[int]] = []  # by communicator
+    step: list[tuple] = []  # messages of the step: kind, communicator, bytes, peer, kernel
+    last, number_of_last = [], 0  # of the last whole one
+    for number, line in enumerate(_lines(raw)):
+        if line.startswith('{"communicator"'):
+            ranks.append(groups.get(json.loads(line)["communicator"]["name"], {}).get("ranks", []))
+        elif line.startswith('["collective"') and ('"send"' in line or '"recv"' in line):
+            _, _, _, _, kind, group, _, size, _, _, peer, batch = json.loads(line)
+            step.append((kind, group, size, peer, batch if batch >= 0 else f"alone {number}"))
+        elif line.startswith('["phase","optimizer"'):
+            ended = json.loads(line)[2]
+            step, last, number_of_last = [], (last if ended == number_of_last else []) + step, ended
+    surplus: dict[object, int] = {}  # bytes, by kernel
+    peers: dict[object, set[int]] = {}
+    for kind, group, size, peer, kernel in last:
+        surplus[kernel] = surplus.get(kernel, 0) + (size if kind == "send" else -size)
+        if ranks[group]:
+            peers.setdefault(kernel, set()).add(ranks[group][peer])
+    return sorted(set().union(*(among for kernel, among in peers.items() if surplus[kernel])))
+
+
 @dataclasses.dataclass(frozen=True)
 class Time:
     """The time of the last whole step on the cluster."""
@@ -117,12 +142,13 @@ class NoTime(Exception):
     """The cluster cannot say it: it lacks links, or ranks."""
 
 
-def time_of(path: str, device: Device, tokens: int, kineto: str | None, scratch: Path) -> Time:
-    """kineto: also written as torch.profiler would. Raises NoTime, NoCommand, CannotWrite."""
+def time_of(paths: list[str], device: Device, tokens: int, kineto: str | None, scratch: Path) -> Time:
+    """paths: recordings of ranks that wait for each other. kineto: also written as torch.profiler would. Raises NoTime,
+    NoCommand, CannotWrite."""
     cluster, report = scratch / "cluster.json", scratch / "report.json"
     cluster.write_text(device.document)
     words = [
-        built_command("rehearse"), "simulate", path, "--cluster", str(cluster), "-q", "--report", str(report),
+        built_command("rehearse"), "simulate", *paths, "--cluster", str(cluster), "-q", "--report", str(report),
         "--tokens", str(tokens),
     ]  # fmt: skip
     done = subprocess.run(

@@ -124,6 +124,17 @@ def table_of(result: dict) -> list[tuple[str, ...]]:
     return [head, *((name, *cells) for name, phases in named for cells in phases)]
 
 
+def stage_row(result: dict) -> tuple[str, ...]:
+    return (
+        str(result["rank"]), size_text(result["allocated_bytes"]), size_text(result["reserved_bytes"]),
+        "yes" if fits(result) else "no",
+    )
+
+
+def stages_text(rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(_table([("rank", "max allocated", "max reserved", "fits"), *rows], 1))
+
+
 def _peak(result: dict) -> list[str]:
     lines = [
         f"peak: {result['allocated_bytes']} bytes, {size_text(result['allocated_bytes'])} allocated, in "
