@@ -98,7 +98,7 @@ class Job {
     recordings[Index(rank)].events.push_back(std::move(event));
   }
 
-  // What is in one call is one kernel on each rank.
+  // The messages of one call are one kernel on each rank.
   void Time(const std::vector<Sent>& messages) {
     const std::vector<std::int64_t> before = now_ns;
     for (const auto& [from, to, size] : messages) {

@@ -23,9 +23,9 @@ struct Meeting {
   Nanoseconds duration_ns;      // alone
 };
 
-// The meetings of lowered steps. kBadInput: the recordings are of several jobs, or of one rank twice; a rank
-// has a message with a rank whose recording is not there, and no message of as many bytes in the other
-// direction beside it; or two of them do not issue as many.
+// The meetings of lowered steps. kBadInput: the recordings are of several jobs, or two of one rank. A rank
+// has a message with one whose recording is not there, and its kernel does not move as many bytes in the
+// other direction. Two ranks do not issue as many.
 Result<std::vector<Meeting>> MeetingsOf(const std::vector<const Recording*>& recordings,
                                         const std::vector<LoweredRecording>& lowered);
 

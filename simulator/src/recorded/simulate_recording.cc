@@ -67,7 +67,7 @@ void FillNotes(const LoweredRecording& lowered, const Cluster& cluster, std::int
   for (const std::string& note : lowered.program.notes) report.notes.push_back(note);
 }
 
-// What the whole job does in a step.
+// The whole job in one step.
 struct JobWork {
   std::int64_t tokens = 0;
   Nanoseconds step_ns;
@@ -115,6 +115,22 @@ JobWork WorkOf(const std::vector<const Recording*>& recordings, const std::vecto
   job.tokens *= std::max<std::int64_t>(1, first.world_size / of_a_batch);
   if (options.tokens_per_step > 0) job.tokens = options.tokens_per_step;
   return job;
+}
+
+DeviceActivity ActivityOf(const EngineStep& step, std::size_t instruction) {
+  const EngineInstruction& code = step.code[instruction];
+  switch (code.work) {
+    case WorkClass::kCompute:
+      return static_cast<DeviceActivity>(step.phases[code.phase]);
+    case WorkClass::kCopy:
+      return DeviceActivity::kCopies;
+    case WorkClass::kCollective:
+      return shardplan::ActivityOf(step.groups[static_cast<std::size_t>(code.operand)].kind);
+    case WorkClass::kToHost:
+    case WorkClass::kToDevice:
+      return DeviceActivity::kHostLink;
+  }
+  return DeviceActivity::kIdle;
 }
 
 // The recording's event, in place of the engine's instruction.
@@ -203,7 +219,8 @@ Result<std::vector<RecordingSimulation>> SimulateRecordings(const std::vector<co
       const RecordedId stream =
           span.stream < 0 ? -1 : lowered[r].streams[static_cast<std::size_t>(span.stream)];
       simulation.spans.push_back({stream, lowered[r].events[i], span.start_ns, span.end_ns,
-                                  span.stream < 0 ? Nanoseconds{} : timeline.issued_ns[i]});
+                                  span.stream < 0 ? Nanoseconds{} : timeline.issued_ns[i],
+                                  ActivityOf(lowered[r].program.steps.front(), i)});
     }
     simulations.push_back(std::move(simulation));
   }

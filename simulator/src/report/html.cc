@@ -7,6 +7,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "recorded/timeline.h"
 #include "report/comparison.h"
 #include "report/page.h"
 #include "shardplan/schemas/assert.h"
@@ -14,6 +15,7 @@
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/measurements.h"
 #include "shardplan/simulator/simulate.h"
+#include "shardplan/simulator/simulate_recording.h"
 #include "text/format.h"
 #include "text/instruction_text.h"
 
@@ -451,6 +453,24 @@ std::string MeasuredHtml(const Plan& plan, const Simulation& simulation, const R
                           measured.measured.device),
               report.world_size, Comparison({"predicted", "measured"}, {report, measured}),
               Json::array({std::move(pair), predicted, measured_data.Make("measured")}));
+}
+
+std::string RecordedHtml(const std::vector<const Recording*>& recordings,
+                         const std::vector<RecordingSimulation>& simulations) {
+  Report joined = simulations.front().report;
+  std::vector<std::string> titles;
+  std::vector<Report> reports;
+  for (std::size_t r = 0; r < simulations.size(); ++r) {
+    const std::string rank = fmt::format("rank {}", simulations[r].rank);
+    titles.push_back(rank);
+    reports.push_back(simulations[r].report);
+    const auto spans = internal::RecordedTimeline(*recordings[r], simulations[r],
+                                                  simulations.size() > 1 ? rank + " " : std::string());
+    joined.timeline.insert(joined.timeline.end(), spans.begin(), spans.end());
+  }
+  return Page(ModelOf(joined), fmt::format("{}, {} ranks, rehearsed", joined.cluster, joined.world_size),
+              joined.world_size, Comparison(titles, reports),
+              Json::array({MeasuredData(joined).Make(titles.front())}));
 }
 
 }  // namespace shardplan

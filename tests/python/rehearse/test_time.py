@@ -87,13 +87,15 @@ def test_a_cluster_without_room_for_the_job_says_no_time(folder):
 def test_stages_of_a_pipeline_are_joined(tmp_path):
     """Stages that are alike work on m micro-batches, and are idle for as long as p - 1 of them take."""
     stages, micro_batches = 2, 4
-    report, trace = tmp_path / "report.json", tmp_path / "kineto.json"
+    report, trace, page = tmp_path / "report.json", tmp_path / "kineto.json", tmp_path / "page.html"
     words = ["--gpus", 2 * stages, "--no-history", "--cluster", CLUSTER, "--report", report, "--kineto", trace]
-    script = ["torchrun", "--nproc_per_node", 4, SCRIPTS / "stages.py", stages, micro_batches]
+    words += ["--timeline", page]
+    script = ["torchrun", "--nproc_per_node", 4, ROOT / "examples" / "rehearse" / "pipeline.py", stages, micro_batches]
     done = rehearse(*words, "--", *script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 2 is rehearsed, too: it is another stage of the pipeline" in done.stderr
-    assert re.search(r"^rank +max allocated +max reserved +fits\n0 .*\n2 .*yes$", done.stdout, re.MULTILINE), done.stdout
+    memory = r"^rank +max allocated +max reserved +fits\n0 .*\n2 .*yes$"
+    assert re.search(memory, done.stdout, re.MULTILINE), done.stdout
     rows = [line.split() for line in done.stdout.split("done at\n")[1].split("\n\n")[0].splitlines()]
     assert [row[0] for row in rows] == ["0", "2"]
     rehearsed = json.loads(report.read_text())
@@ -103,6 +105,11 @@ def test_stages_of_a_pipeline_are_joined(tmp_path):
     assert "2 ranks wait for each other, the other ranks do the same as these" in str(rehearsed["notes"])
     kernels = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
     assert {event["pid"] for event in kernels} == {0, 1}
+    drawn = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text()).group(1))
+    assert drawn["comparison"]["titles"] == ["rank 0", "rank 2"]
+    rows, texts = drawn["plans"][0]["rows"], drawn["plans"][0]["texts"]
+    assert {row.rpartition(" stream ")[0] for row in rows} == {"rank 0", "rank 2"}
+    assert {"send pp to rank 2, 16.8 MB", "recv pp from rank 0, 16.8 MB", "aten::mm 0.linear1"} <= set(texts)
     received = {event["pid"]: event["ts"] for event in reversed(kernels) if event["name"] == "nccl:recv"}
     sent = {event["pid"]: event["ts"] for event in reversed(kernels) if event["name"] == "nccl:send"}
     assert received[1] == pytest.approx(sent[0], abs=0.001)  # the first message

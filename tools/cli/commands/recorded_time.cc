@@ -48,6 +48,10 @@ Status SimulateRecorded(const std::vector<const Recording*>& recordings,
     if (Status s = WriteAndSay(arguments.kineto, bytes, arguments.quiet, "open it at ui.perfetto.dev"); !s)
       return s;
   }
+  if (!arguments.html.empty()) {
+    if (Status s = WriteAndSay(arguments.html, RecordedHtml(recordings, simulations), arguments.quiet); !s)
+      return s;
+  }
   return arguments.prints ? PrintText(RecordedTimeText(simulations)) : Status{};
 }
 

@@ -17,7 +17,7 @@ struct RecordedTimeArguments {
   std::vector<std::string> paths;  // of the recordings, for errors
   std::string cluster;             // a file, a shipped one, or a device
   std::int64_t tokens = 0;
-  std::string report, kineto;  // files; "": none
+  std::string report, kineto, html;  // files; "": none
   bool quiet = false;
   bool prints = true;
 };

@@ -134,18 +134,18 @@ Result<std::string> ApartText(const RanksApartOptions& options, const Plan& plan
 // Recordings of several ranks are of one job.
 Status RunRecordings(const SimulateArguments& options, const std::vector<Recording>& recordings,
                      bool prints) {
-  const bool of_plans = options.sensitivity || options.ranks_apart || !options.html.empty() ||
-                        !options.budget.empty() || options.alloc_conf;
+  const bool of_plans =
+      options.sensitivity || options.ranks_apart || !options.budget.empty() || options.alloc_conf;
   if (of_plans) {
     return MakeError(
         ErrorCode::kUsage,
-        "a recording is simulated with --cluster, --tokens, --report, --timeline and --kineto alone");
+        "a recording is simulated with --cluster, --tokens, --report, --timeline, --kineto and --html alone");
   }
   const std::string& trace = options.kineto.empty() ? options.timeline : options.kineto;
   std::vector<const Recording*> ranks;
   for (const Recording& recording : recordings) ranks.push_back(&recording);
-  return SimulateRecorded(
-      ranks, {options.plans, options.cluster, options.tokens, options.report, trace, options.quiet, prints});
+  return SimulateRecorded(ranks, {options.plans, options.cluster, options.tokens, options.report, trace,
+                                  options.html, options.quiet, prints});
 }
 
 Status RunSimulate(const SimulateArguments& options, bool& fits) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The time of a recorded step on a cluster: the engine runs what a rank issued (docs/internals/simulator.md,
-// "Recordings").
+// The time of a recorded step on a cluster: the engine runs what a rank issued (docs/reference/rehearse.md,
+// "The time of a step").
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/recording.h"
 #include "shardplan/schemas/report.h"
+#include "shardplan/simulator/engine.h"
 
 namespace shardplan {
 
@@ -26,7 +27,8 @@ struct RecordedSpan {
   std::int64_t event = -1;  // index into Recording::events
   Nanoseconds start_ns;
   Nanoseconds end_ns;
-  Nanoseconds issued_ns;  // of a span on a stream: when the host had issued it
+  Nanoseconds issued_ns;                            // of a span on a stream: when the host had issued it
+  DeviceActivity activity = DeviceActivity::kIdle;  // of a span on a stream
   bool operator==(const RecordedSpan&) const = default;
 };
 
@@ -56,6 +58,11 @@ Result<std::vector<RecordingSimulation>> SimulateRecordings(const std::vector<co
 // its device and its threads. As many simulations as recordings.
 std::string KinetoTrace(const std::vector<const Recording*>& recordings,
                         const std::vector<RecordingSimulation>& simulations, const Cluster& cluster);
+
+// That step as a page: the ranks beside each other, and the streams of all of them on one timeline. There is
+// a simulation for each recording.
+std::string RecordedHtml(const std::vector<const Recording*>& recordings,
+                         const std::vector<RecordingSimulation>& simulations);
 
 // A table for people, of the first; a line for each where there are several.
 std::string RecordedTimeText(const std::vector<RecordingSimulation>& simulations);

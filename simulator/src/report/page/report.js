@@ -91,7 +91,7 @@ function cards() {
   card('model FLOPs utilization', percent(r.mfu / 1e6), 'compute busy ' + percent(r.compute / r.step));
   card('exposed communication', time(r.exposed), percent(r.exposed / r.step) + ' of the step');
   card('overlap', percent(r.overlap / 1e6), time(r.communication) + ' of communication');
-  card('peak memory', size(r.peak), r.device ? (r.fits ? '' : 'does not fit: ') + size(needed) + ' of ' + size(r.device) +
+  if (r.peak) card('peak memory', size(r.peak), r.device ? (r.fits ? '' : 'does not fit: ') + size(needed) + ' of ' + size(r.device) +
     ' reserved, with context and NCCL' + (r.fits && r.releases ? ', ' + r.releases + ' cache releases' : '') : 'allocated', !r.fits, r.device ? needed / r.device : undefined);
   $('cards').replaceChildren(...out);
 }

@@ -123,6 +123,12 @@ def parser() -> argparse.ArgumentParser:
         help="with --cluster: write the step as torch.profiler would, for Perfetto (FILE.gz: compressed)",
     )
     result.add_argument(
+        "--timeline",
+        type=file_name,
+        metavar="FILE",
+        help="with --cluster: write a page with the step's timeline, of all stages of a pipeline",
+    )
+    result.add_argument(
         "--tokens",
         type=_not_negative,
         default=0,
@@ -165,8 +171,8 @@ def main() -> int:
             "what to rehearse is missing: the command that starts the training goes behind --, as in shardplan "
             "rehearse --gpus 64 -- torchrun train.py"
         )
-    if (options.kineto or options.tokens) and not options.cluster:
-        parser().error("--kineto and --tokens are of a step's time: give --cluster")
+    if (options.kineto or options.timeline or options.tokens) and not options.cluster:
+        parser().error("--kineto, --timeline and --tokens are of a step's time: give --cluster")
     if options.gpus is not None and options.rank >= options.gpus:
         parser().error(f"--rank {options.rank}: of {options.gpus} ranks the last is {options.gpus - 1}")
     try:
@@ -188,7 +194,7 @@ def _fail(code: int, message: str) -> int:
 def _check_outputs(options: argparse.Namespace, command: list[str]) -> None:
     """Before any work: every output can be written, and is no input and no other output."""
     inputs = [word for word in [options.cluster, options.routing, *command] if word and os.path.isfile(word)]
-    outputs = (options.report, options.snapshot, options.html, options.record, options.kineto)
+    outputs = (options.report, options.snapshot, options.html, options.record, options.kineto, options.timeline)
     written = [path for path in outputs if path]
     for i, path in enumerate(written):
         files.check_output(path, inputs)
@@ -254,7 +260,8 @@ def _recorded(
     if options.cluster:
         try:
             paths = [path, *stages.beside(options.rank, outcome)]
-            time = recording.time_of(paths, device, options.tokens, options.kineto, outcome.folder)
+            pictures = {"--kineto": options.kineto, "--html": options.timeline}
+            time = recording.time_of(paths, device, options.tokens, pictures, outcome.folder)
             print("\n" + time.text, flush=True)
             if stages.rows:
                 print("\n" + text.stages_text([text.stage_row(outcome.told["result"]), *stages.rows]), flush=True)

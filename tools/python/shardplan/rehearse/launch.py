@@ -122,7 +122,7 @@ class Rehearsal:
         self._runs = 0
 
     def of_rank(self, rank: int) -> Outcome:
-        """Of the rank that is asked for. Raises NeedsTooMuch."""
+        """The run of the rank that is asked for. Raises NeedsTooMuch."""
         return self._of(rank, Purpose(is_asked_for=True), ())
 
     def of_other_rank(self, rank: int) -> Outcome:

@@ -142,9 +142,11 @@ class NoTime(Exception):
     """The cluster cannot say it: it lacks links, or ranks."""
 
 
-def time_of(paths: list[str], device: Device, tokens: int, kineto: str | None, scratch: Path) -> Time:
-    """paths: recordings of ranks that wait for each other. kineto: also written as torch.profiler would. Raises NoTime,
-    NoCommand, CannotWrite."""
+def time_of(
+    paths: list[str], device: Device, tokens: int, pictures: Mapping[str, str | None], scratch: Path
+) -> Time:
+    """paths: recordings of ranks that wait for each other. pictures: files by option of `shardplan simulate`. Raises
+    NoTime, NoCommand, CannotWrite."""
     cluster, report = scratch / "cluster.json", scratch / "report.json"
     cluster.write_text(device.document)
     words = [
@@ -152,8 +154,9 @@ def time_of(paths: list[str], device: Device, tokens: int, kineto: str | None, s
         "--tokens", str(tokens),
     ]  # fmt: skip
     done = subprocess.run(
-        [*words, *(["--kineto", kineto] if kineto else [])], capture_output=True, text=True, check=False
-    )
+        [*words, *(word for option, file in pictures.items() if file for word in (option, file))],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if done.returncode != 0:
         said = done.stderr.strip().removeprefix("shardplan: error: ").replace(str(cluster), device.cluster)
         raise CannotWrite(said) if done.returncode == EXIT_ENVIRONMENT else NoTime(said)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline of stages that are alike, each sharded over its ranks: stages.py STAGES MICRO_BATCHES."""
+"""A pipeline of stages that are alike, 1F1B, each sharded over its ranks with FSDP2.
+
+    torchrun --nproc_per_node 8 pipeline.py STAGES MICRO_BATCHES
+"""
 
 import os
 import sys
