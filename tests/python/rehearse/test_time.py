@@ -109,7 +109,7 @@ def test_stages_of_a_pipeline_are_joined(tmp_path):
     assert drawn["comparison"]["titles"] == ["rank 0", "rank 2"]
     rows, texts = drawn["plans"][0]["rows"], drawn["plans"][0]["texts"]
     assert {row.rpartition(" stream ")[0] for row in rows} == {"rank 0", "rank 2"}
-    assert {"send pp to rank 2, 16.8 MB", "recv pp from rank 0, 16.8 MB", "aten::mm 0.linear1"} <= set(texts)
+    assert {"send mesh_pp to rank 2, 16.8 MB", "recv mesh_pp from rank 0, 16.8 MB", "aten::mm 0.linear1"} <= set(texts)
     received = {event["pid"]: event["ts"] for event in reversed(kernels) if event["name"] == "nccl:recv"}
     sent = {event["pid"]: event["ts"] for event in reversed(kernels) if event["name"] == "nccl:send"}
     assert received[1] == pytest.approx(sent[0], abs=0.001)  # the first message
