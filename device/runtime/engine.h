@@ -12,6 +12,8 @@
 //   issued nothing for a while), and then in an order chosen by the seed: for stretches of random length only
 //   what the waiter needs, or whatever may run, or anything but one stream. So what the host forgot to order
 //   comes in another order than the host's.
+// late:NUMBER: as inline, but a stream of that number does only what somebody waits for. So whatever else is
+//   not ordered behind its tasks is done before them.
 // null: tasks have no content. null:slow: as lazy, but only what a waiting host needs is ever done.
 #pragma once
 
@@ -49,9 +51,11 @@ struct Task {
 
 class Stream {
  public:
-  Stream(int device, int priority) : device(device), priority(priority) {}
+  // number: 0 is the device's default stream, others are counted in the order in which they are made.
+  Stream(int device, int priority, int number) : device(device), priority(priority), number(number) {}
   const int device;
   const int priority;
+  const int number;
   // The capture that takes what is issued here; 0: none.
   std::atomic<unsigned long long> capture = 0;
   // Up to where another stream or the host has been told to wait for this one.
@@ -99,13 +103,18 @@ class Engine {
   enum class Taste { kNeeded, kAny, kAvoid };
 
   explicit Engine(const Settings& settings)
-      : lazy_(settings.lazy), serial_(settings.serial), only_needed_(settings.null), random_(settings.seed) {}
+      : lazy_(settings.lazy),
+        serial_(settings.serial),
+        only_needed_(settings.null),
+        late_(settings.late),
+        random_(settings.seed) {}
   bool IsPassed(const Point& point) const;
   bool MayRun(const Stream& stream) const;
   // True: the task is done.
   bool RunFirst(const std::shared_ptr<Stream>& stream, Lock& lock);
   bool RunAll(Lock& lock);
   void Needed(const Point& point, std::vector<std::shared_ptr<Stream>>& found, int depth) const;
+  bool RunNeeded(const Point& point, Lock& lock);
   std::shared_ptr<Stream> Choose(const Point* target);
   bool Step(const Point* target, Lock& lock);
   void Progress();
@@ -114,6 +123,7 @@ class Engine {
   const bool lazy_;
   const bool serial_;
   const bool only_needed_;  // lazy: nothing but what a waiting host needs
+  const int late_;          // number of the streams that do only what somebody waits for; -1: none
   std::mutex mutex_;
   std::condition_variable changed_;
   std::condition_variable work_;

@@ -120,7 +120,8 @@ int Recorder::IdOf(const Stream& stream) {
   const std::lock_guard lock(mutex_);
   const auto [entry, is_new] = streams_.try_emplace(&stream, static_cast<int>(streams_.size()));
   if (is_new) {
-    std::fprintf(file_, "{\"stream\":{\"device\":%d,\"priority\":%d}}\n", stream.device, stream.priority);
+    std::fprintf(file_, "{\"stream\":{\"device\":%d,\"priority\":%d,\"number\":%d}}\n", stream.device,
+                 stream.priority, stream.number);
   }
   return entry->second;
 }

@@ -55,8 +55,12 @@ Settings Read() {
     settings.poison = false;
     return settings;
   }
+  if (std::string_view(mode).starts_with("late:")) {
+    settings.late = static_cast<int>(NumberOf("SHARDPLAN_DEVICE_MODE", mode + std::strlen("late:")));
+    return settings;
+  }
   if (!std::string_view(mode).starts_with("lazy:")) {
-    Refuse("SHARDPLAN_DEVICE_MODE", mode, "inline, serial, lazy:SEED, null or null:slow");
+    Refuse("SHARDPLAN_DEVICE_MODE", mode, "inline, serial, lazy:SEED, late:NUMBER, null or null:slow");
   }
   settings.lazy = true;
   settings.seed = NumberOf("SHARDPLAN_DEVICE_MODE", mode + std::strlen("lazy:"));

@@ -14,8 +14,9 @@ struct Settings {
   int major = 9, minor = 0;                            // SHARDPLAN_DEVICE_CAPABILITY=9.0
   int multiprocessors = 132;                           // SHARDPLAN_DEVICE_MULTIPROCESSORS
   std::string name = "shardplan device in software";   // SHARDPLAN_DEVICE_NAME
-  // SHARDPLAN_DEVICE_MODE=inline, serial, lazy:SEED, null or null:slow.
+  // SHARDPLAN_DEVICE_MODE=inline, serial, lazy:SEED, late:NUMBER, null or null:slow.
   bool serial = false;
+  int late = -1;  // number of the streams that are late (engine.h, [Note: modes]); -1: none
   bool lazy = false;
   std::uint64_t seed = 0;
   // Nothing computes: kernels, copies and collectives are work without content (docs/internals/device.md).

@@ -16,6 +16,7 @@ struct Handles {
   std::mutex mutex;
   std::map<cudaStream_t, std::shared_ptr<Stream>> streams;
   std::map<int, std::shared_ptr<Stream>> default_streams;
+  std::map<int, int> made;  // streams, by device
   std::set<cudaEvent_t> events;
 };
 Handles& TheHandles() {
@@ -25,7 +26,7 @@ Handles& TheHandles() {
 
 std::shared_ptr<Stream> DefaultStream(Handles& handles, int device) {
   std::shared_ptr<Stream>& stream = handles.default_streams[device];
-  if (stream == nullptr) stream = std::make_shared<Stream>(device, 0);
+  if (stream == nullptr) stream = std::make_shared<Stream>(device, 0, 0);
   return stream;
 }
 
@@ -95,7 +96,7 @@ cudaError_t Record(cudaEvent_t handle, cudaStream_t stream_handle, const void* c
 cudaError_t MakeStream(cudaStream_t* handle, int priority) {
   Handles& handles = TheHandles();
   const std::lock_guard lock(handles.mutex);
-  auto stream = std::make_shared<Stream>(CurrentDevice(), priority);
+  auto stream = std::make_shared<Stream>(CurrentDevice(), priority, ++handles.made[CurrentDevice()]);
   *handle = reinterpret_cast<cudaStream_t>(stream.get());
   handles.streams[*handle] = std::move(stream);
   return cudaSuccess;

@@ -14,7 +14,7 @@ dist.init_process_group("nccl")
 torch.cuda.set_device(dist.get_node_local_rank())
 world, layers, size = dist.get_world_size(), 6, 1 << 20
 pool = torch.empty(2, size, device="cuda")
-shards = [torch.ones(size // world, device="cuda") for _ in range(layers)]
+shards = [torch.full((size // world,), 1.0 + layer, device="cuda") for layer in range(layers)]
 state = torch.ones(size, device="cuda")
 read = [torch.cuda.Event() for _ in pool]
 comm = torch.cuda.Stream()
@@ -27,4 +27,5 @@ for layer, shard in enumerate(shards):
     torch.cuda.current_stream().wait_stream(comm)
     state = state * pool[layer % 2]
     read[layer % 2].record()
+print("state", state.sum().item())
 dist.destroy_process_group()

@@ -11,10 +11,12 @@ import torch
 mended = "mended" in sys.argv
 staging = torch.empty(1 << 16, dtype=torch.int64, pin_memory=True)
 copied = torch.cuda.Event()
+total = torch.zeros((), dtype=torch.int64, device="cuda")
 for step in range(3):
     if mended:
         copied.synchronize()
     staging.fill_(step)
     batch = staging.to("cuda", non_blocking=True)
     copied.record()
-    print(int(batch.numel()))
+    total += batch.sum()
+print("total", total.item())

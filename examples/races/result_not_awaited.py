@@ -22,3 +22,4 @@ for _ in range(3):
     norms.record_stream(torch.cuda.current_stream())
     total = norms.sum()
 torch.cuda.synchronize()
+print("total", total.item())

@@ -31,3 +31,4 @@ with ThreadPoolExecutor(1) as pool:
             saving.result()
         weights.mul_(0.99)
         saving.result()
+print("staged", staged.sum().item())

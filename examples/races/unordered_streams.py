@@ -20,3 +20,4 @@ for step in range(3):
     torch.cuda.current_stream().wait_stream(side)
     doubled.record_stream(torch.cuda.current_stream())
     total = doubled.sum()
+print("total", total.item())

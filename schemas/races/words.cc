@@ -197,6 +197,16 @@ std::vector<Group> Grouped(const Recording& recording, const RaceReport& report)
 
 }  // namespace
 
+std::vector<std::string> RaceSchedules(const Recording& recording, const RaceReport& report) {
+  std::vector<std::string> schedules;
+  for (const Group& group : Grouped(recording, report)) {
+    const RecordedId stream = IssuedBy(recording, group.first->first.event).stream;
+    const std::int32_t number = stream < 0 ? -1 : recording.streams[static_cast<std::size_t>(stream)].number;
+    schedules.push_back(number < 0 ? std::string() : fmt::format("late:{}", number));
+  }
+  return schedules;
+}
+
 std::size_t RaceGroups(const Recording& recording, const RaceReport& report) {
   return Grouped(recording, report).size();
 }

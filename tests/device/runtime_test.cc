@@ -206,7 +206,8 @@ TEST_P(Runtime, FreshMemoryIsPoison) {
               testing::IsEmpty());
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, Runtime, testing::Values("inline", "lazy:1", "lazy:2", "lazy:3"),
+INSTANTIATE_TEST_SUITE_P(Modes, Runtime,
+                         testing::Values("inline", "lazy:1", "lazy:2", "lazy:3", "late:0", "late:1"),
                          [](const auto& info) {
                            std::string name = info.param;
                            std::erase(name, ':');
@@ -233,6 +234,33 @@ TEST(LazyDevice, ALostWaitIsSeen) {
   }
   EXPECT_GT(stale, 0);
   EXPECT_GT(fresh, 0);
+}
+
+// late:1: the first stream that is made does what somebody waits for, and nothing before.
+TEST(LateDevice, AStreamDoesWhatIsWaitedForAlone) {
+  const auto lines = InMode("late:1", [](const Log& log) {
+    std::string order;
+    cudaStream_t late = MakeStream();
+    cudaStream_t other = MakeStream();
+    const auto work = [&order](cudaStream_t stream, char letter) {
+      softdevice::EnqueueKernel(stream, "letter", [&order, letter] { order += letter; });
+    };
+    work(late, 'a');
+    cudaEvent_t event = MakeEvent();
+    (void)cudaEventRecord(event, late);
+    work(late, 'b');
+    work(other, 'c');
+    log(order);
+    (void)cudaStreamWaitEvent(other, event);
+    work(other, 'd');
+    log(order);
+    (void)cudaStreamSynchronize(other);
+    log(order);
+    while (cudaStreamQuery(late) == cudaErrorNotReady) {  // a host that asks in a loop waits
+    }
+    log(order);
+  });
+  EXPECT_THAT(lines, testing::ElementsAre("c", "c", "cad", "cadb"));
 }
 
 TEST(LazyDevice, NothingRunsBeforeSomebodyWaits) {

@@ -466,6 +466,13 @@ Recording RandomRecording(std::uint64_t seed) {
           if constexpr (requires { event.reads; }) repair(event.reads);
           if constexpr (requires { event.writes; }) repair(event.writes);
           if constexpr (std::is_same_v<Event, IssuedRecord>) event.event = records++;
+          if constexpr (std::is_same_v<Event, IssuedCollective>) {
+            const std::int64_t size =
+                recording.communicators[static_cast<std::size_t>(event.communicator)].size;
+            const bool is_message =
+                event.kind == CollectiveKind::kSend || event.kind == CollectiveKind::kReceive;
+            event.peer = is_message ? static_cast<std::int32_t>((event.peer + 1) % size) : -1;
+          }
         },
         any);
     const bool waits = std::visit(

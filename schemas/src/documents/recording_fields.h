@@ -22,7 +22,10 @@ inline constexpr Definition kDefinition<RecordedStream> = {.says = "A stream of 
 template <>
 inline constexpr auto kFields<RecordedStream> = FieldList(
     Required("device", &RecordedStream::device, "Its device."),
-    Optional("priority", &RecordedStream::priority, "As CUDA has it: lower numbers go first.").AtLeast(-100));
+    Optional("priority", &RecordedStream::priority, "As CUDA has it: lower numbers go first.").AtLeast(-100),
+    Optional("number", &RecordedStream::number,
+             "Of the device: 0 is its default stream, others in the order in which they were made.")
+        .OrNone());
 
 template <>
 inline constexpr Definition kDefinition<RecordedFrame> = {.says = "A line of Python."};

@@ -101,11 +101,18 @@ std::string VerdictText(const std::string& path, const ReshardPlan& plan, bool& 
   return text + fmt::format("{}: {}\n", path, Count(violations.size()));
 }
 
-std::string VerdictText(const std::string& path, const Recording& recording, bool& good) {
+std::string VerdictText(const std::string& path, const Recording& recording, bool schedules, bool& good) {
   constexpr std::size_t kShown = 20;
   const RaceReport report = FindRaces(recording);
   good = report.races.empty();
   std::string text = RaceText(recording, report, kShown);
+  if (schedules) {
+    const std::vector<std::string> modes = RaceSchedules(recording, report);
+    for (std::size_t race = 0; race < std::min(modes.size(), kShown); ++race) {
+      text += fmt::format("race {} is shown by SHARDPLAN_DEVICE_MODE={}\n", race + 1,
+                          modes[race].empty() ? "?" : modes[race]);
+    }
+  }
   if (report.unknown_launches > 0) {
     std::string names;
     for (const std::string& name : report.unknown_kernels) {
@@ -127,7 +134,7 @@ std::string SummaryOf(const Document& document) {
   return std::visit([](const auto& value) { return Summary(value); }, document);
 }
 
-int ValidateFile(const std::string& path) {
+int ValidateFile(const std::string& path, bool schedules) {
   const Result<Document> document = ReadDocument(path);
   if (!document) return Fail(document.error());
   const std::string name = Printable(path);
@@ -144,7 +151,7 @@ int ValidateFile(const std::string& path) {
   std::string verdict;
   if (plan != nullptr) verdict = VerdictText(name, *plan, good);
   if (reshard != nullptr) verdict = VerdictText(name, *reshard, good);
-  if (recording != nullptr) verdict = VerdictText(name, *recording, good);
+  if (recording != nullptr) verdict = VerdictText(name, *recording, schedules, good);
   const bool has_layouts = reshard == nullptr || CheckReshardLayouts(*reshard);
   const std::string summary = has_layouts ? SummaryOf(*document) : "resharding";
   const std::string text = fmt::format("{}: {}\n{}", name, summary, verdict);
@@ -232,6 +239,7 @@ void AddValidateCommand(CLI::App& app, Invocation& invocation) {
   struct Options {
     std::vector<std::string> files;
     bool ranks_apart = false;
+    bool schedules = false;
   };
   auto options = std::make_shared<Options>();
   command->add_option("FILE", options->files, "Documents (JSON, or a plan as `shardplan show` prints it)")
@@ -240,13 +248,17 @@ void AddValidateCommand(CLI::App& app, Invocation& invocation) {
       "--ranks-apart", options->ranks_apart,
       "The files are the plans of the ranks 0, 1, ... of one job: verify each, and that all issue the "
       "same collectives in the same order and no rank waits for ever");
+  command->add_flag(
+      "--schedules", options->schedules,
+      "Of each race in a recording, the mode of the device in software that shows it as a wrong "
+      "number (shardplan rehearse --show runs it)");
   command->callback([options, &invocation] {
     if (options->ranks_apart) {
       invocation.exit_code = ValidateRanks(options->files);
       return;
     }
     for (const std::string& file : options->files) {
-      invocation.exit_code = std::max(invocation.exit_code, ValidateFile(file));
+      invocation.exit_code = std::max(invocation.exit_code, ValidateFile(file, options->schedules));
     }
   });
 }

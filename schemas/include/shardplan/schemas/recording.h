@@ -30,6 +30,7 @@ struct RecordedThread {
 struct RecordedStream {
   std::int32_t device = 0;
   std::int32_t priority = 0;  // as CUDA has it: lower numbers go first
+  std::int32_t number = -1;   // of the device: 0 is its default stream; -1: not known
   bool operator==(const RecordedStream&) const = default;
 };
 

@@ -54,8 +54,8 @@ Result<std::vector<RecordingSimulation>> SimulateRecordings(const std::vector<co
                                                             const Cluster& cluster,
                                                             const RecordingOptions& options = {});
 
+// That step as torch.profiler writes a profile (Kineto's JSON): Perfetto opens it. Several ranks: each with
 // its device and its threads. There is a simulation for each recording.
-// its device and its threads. As many simulations as recordings.
 std::string KinetoTrace(const std::vector<const Recording*>& recordings,
                         const std::vector<RecordingSimulation>& simulations, const Cluster& cluster);
 

@@ -15,7 +15,7 @@ from shardplan.clusters import BadCluster
 from shardplan.command import EXIT_ENVIRONMENT, ArgumentParser, NoCommand, bytes_of, file_name, printable_name
 from shardplan.terminal import complain
 
-from . import page, recording, report, text
+from . import page, recording, report, shown, text
 from .device import DEFAULT_CLUSTER, Device, NoDevice, device_folder, device_of, with_links
 from .launch import RECORDED, Asked, NeedsTooMuch, Outcome, Rehearsal
 from .routing import BadRouting, shares_of
@@ -141,6 +141,18 @@ def parser() -> argparse.ArgumentParser:
         help="prove that no two accesses to the same memory race, whatever the devices' schedule; exit code 1: some do",
     )
     result.add_argument(
+        "--show",
+        type=_count,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="RACE",
+        help=(
+            "with --races: run the command with numbers, all its ranks, in the host's order and in the order that the "
+            "race allows, and print the lines of its output that differ (default: race 1)"
+        ),
+    )
+    result.add_argument(
         "--keep",
         type=_count,
         nargs="?",
@@ -173,6 +185,8 @@ def main() -> int:
         )
     if (options.kineto or options.timeline or options.tokens) and not options.cluster:
         parser().error("--kineto, --timeline and --tokens are of a step's time: give --cluster")
+    if options.show and not options.races:
+        parser().error("--show shows a race that is proved: give --races")
     if options.gpus is not None and options.rank >= options.gpus:
         parser().error(f"--rank {options.rank}: of {options.gpus} ranks the last is {options.gpus - 1}")
     try:
@@ -270,11 +284,27 @@ def _recorded(
             complain("shardplan rehearse", f"no time: {printable_name(str(error))}")
     if not options.races:
         return 0, timed
-    code, said, wrong = recording.prove(path)
-    print("\n" + said.replace(f"{path}: ", "").rstrip(), flush=True)
-    if wrong:
-        complain("shardplan rehearse", wrong.rstrip())
-    return code, timed
+    proof = recording.prove(path)
+    print("\n" + proof.text, flush=True)
+    if proof.wrong:
+        complain("shardplan rehearse", proof.wrong)
+    if options.show and proof.modes:
+        return max(proof.code, _show(options, proof, device, command)), timed
+    return proof.code, timed
+
+
+def _show(options: argparse.Namespace, proof: recording.Proof, device: Device, command: list[str]) -> int:
+    """Runs the command with numbers as the race allows. The exit code of what went wrong there."""
+    if options.show > len(proof.modes):
+        return _fail(_EXIT_USAGE, f"--show {options.show}: of {len(proof.modes)} races the last is {len(proof.modes)}")
+    mode = proof.modes[options.show - 1]
+    if mode == "?":
+        return _fail(_EXIT_BAD_INPUT, f"race {options.show} cannot be shown: its first access is the host's")
+    try:
+        print("\n" + shown.shown(options.show, mode, device, options.gpus_per_node or options.gpus, command), flush=True)
+    except shown.CannotShow as error:
+        return _fail(_EXIT_BAD_INPUT, str(error))
+    return 0
 
 
 def _tell(outcome: Outcome, device: Device, command: list[str], may_end_early: bool) -> int:

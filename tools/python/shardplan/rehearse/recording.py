@@ -8,6 +8,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -163,9 +164,21 @@ def time_of(
     return Time(done.stdout.rstrip(), json.loads(report.read_text()))
 
 
-def prove(path: str) -> tuple[int, str, str]:
-    """The verdict of `shardplan validate` on the recording: exit code, output, errors. Raises NoCommand."""
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    code: int
+    text: str
+    wrong: str
+    modes: tuple[str, ...]  # of the device, that show each race as a wrong number; "?": not known
+
+
+_MODE = re.compile(r"^race \d+ is shown by SHARDPLAN_DEVICE_MODE=(\S+)\n", re.MULTILINE)
+
+
+def prove(path: str) -> Proof:
+    """The verdict of `shardplan validate` on the recording. Raises NoCommand."""
     done = subprocess.run(
-        [built_command("rehearse"), "validate", path], capture_output=True, text=True, check=False
+        [built_command("rehearse"), "validate", "--schedules", path], capture_output=True, text=True, check=False
     )
-    return done.returncode, done.stdout, done.stderr
+    said = _MODE.sub("", done.stdout).replace(f"{path}: ", "").rstrip()
+    return Proof(done.returncode, said, done.stderr.rstrip(), tuple(_MODE.findall(done.stdout)))

@@ -50,6 +50,9 @@ RaceReport FindRaces(const Recording& recording);
 // Races of the same operators, lines and streams together, as text: what, where, and the edge that is
 // missing. At most `shown` of them; 0: all.
 std::string RaceText(const Recording& recording, const RaceReport& report, std::size_t shown);
+// For each race that RaceText shows the schedule of the device in software that lets the second access come
+// first: "late:5", the stream of the first does nothing before somebody waits for it. "": not known.
+std::vector<std::string> RaceSchedules(const Recording& recording, const RaceReport& report);
 // How many RaceText has.
 std::size_t RaceGroups(const Recording& recording, const RaceReport& report);
 

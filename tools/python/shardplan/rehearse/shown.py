@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A race as wrong numbers: the command with all its ranks and with numbers, on the device in software, in the host's
+order and in an order that the race allows."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from shardplan.command import printable_name
+
+from .device import Device, device_folder, with_links
+
+_MOST_LINES = 20
+
+
+class CannotShow(Exception):
+    """The command does not run with numbers."""
+
+
+def environment_of(device: Device, devices: int, mode: str, folder: Path) -> dict[str, str]:
+    """The environment of a process that computes on the device in software."""
+    preloaded = filter(None, [str(folder / "libshardplan_device.so"), os.environ.get("LD_PRELOAD")])
+    libraries = filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")])
+    return {
+        **os.environ,
+        "LD_PRELOAD": ":".join(preloaded),
+        "LD_LIBRARY_PATH": ":".join(libraries),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # sums do not depend on them
+        "SHARDPLAN_DEVICE_MODE": mode,
+        "SHARDPLAN_DEVICE_BYTES": str(device.memory_bytes),
+        "SHARDPLAN_DEVICE_COUNT": str(devices),
+        "SHARDPLAN_DEVICE_NAME": device.cuda_name,
+        "SHARDPLAN_DEVICE_CAPABILITY": device.capability,
+        "SHARDPLAN_DEVICE_MULTIPROCESSORS": str(device.multiprocessors),
+    }
+
+
+def _lines(device: Device, devices: int, mode: str, folder: Path, command: list[str], what: str) -> list[str]:
+    done = subprocess.run(
+        command, env=environment_of(device, devices, mode, folder), capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        last = "\n".join(printable_name(line) for line in done.stderr.decode(errors="replace").splitlines()[-8:])
+        raise CannotShow(f"the command ends with exit code {done.returncode} {what}; its last lines:\n{last}")
+    return done.stdout.decode(errors="replace").splitlines()
+
+
+def shown(race: int, mode: str, device: Device, devices: int | None, command: list[str]) -> str:
+    """The lines of the output that differ. mode: "late:5". Raises CannotShow."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = with_links(device_folder(), Path(scratch))
+        of_the_host = _lines(device, devices or 8, "serial", folder, command, "in the order of its host")
+        other = _lines(device, devices or 8, mode, folder, command, f"in the order of race {race}")
+    differing = [
+        line
+        for line in difflib.unified_diff(of_the_host, other, n=0, lineterm="")
+        if not line.startswith(("---", "+++", "@@"))
+    ]
+    if not differing:
+        return f"race {race} in its order: no line of the output differs. Let the script print what it reads there"
+    rows = [
+        f"  {'host' if line[0] == '-' else 'race'}  {printable_name(line[1:])}" for line in differing[:_MOST_LINES]
+    ]
+    rest = len(differing) - len(rows)
+    head = f"race {race} in its order: lines of the output in the order of the host, and in one that the race allows"
+    return "\n".join([head, *rows, *([f"  and {rest} more"] if rest > 0 else [])])
