@@ -153,10 +153,13 @@ def message_to_nobody(document):
         (lambda d: d.update(schema="shardplan.recording/2"), "unknown kind or version of document"),
         (lambda d: d["events"].append(["memset", 0, -1, 99, []]), "not a stream of this document"),
         (lambda d: d["events"].append(["dance", 0]), "unknown kind"),
-        (message_to_nobody, "a send and a receive say with whom, and nothing else does (found 5, expected 0 to 1)"),
+        (message_to_nobody, "a receive say with whom, and nothing else does (found 5, expected 0 to 1)"),
         (lambda d: d["places"].append({"frames": [], "forward": len(d["places"])}), "a forward that comes later"),
     ],
-    ids=["an event that nobody recorded", "another version", "no such stream", "no such kind", "no such peer", "a later forward"],
+    ids=[
+        "an event that nobody recorded", "another version", "no such stream", "no such kind", "no such peer",
+        "a later forward",
+    ],
 )  # fmt: skip
 def test_a_wrong_recording_is_told_by_its_place(recording, tmp_path, change, said):
     document = json.loads(gzip.decompress(recording.read_bytes()))

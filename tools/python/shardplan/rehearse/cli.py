@@ -301,7 +301,8 @@ def _show(options: argparse.Namespace, proof: recording.Proof, device: Device, c
     if mode == "?":
         return _fail(_EXIT_BAD_INPUT, f"race {options.show} cannot be shown: its first access is the host's")
     try:
-        print("\n" + shown.shown(options.show, mode, device, options.gpus_per_node or options.gpus, command), flush=True)
+        devices = options.gpus_per_node or options.gpus
+        print("\n" + shown.shown(options.show, mode, device, devices, command), flush=True)
     except shown.CannotShow as error:
         return _fail(_EXIT_BAD_INPUT, str(error))
     return 0
