@@ -311,6 +311,15 @@ def test_a_collective_in_place_is_between_what_makes_its_tensor_and_what_follows
     assert reduced[8] == reduced[9] == scaled[8] + scaled[9]
 
 
+def test_an_exchange_of_dtensor_takes_memory_for_this_ranks_part(tmp_path):
+    trace = traced("columns_to_rows", tmp_path)
+    events = [event for entry in (*trace["forwards"], *trace["backwards"]) for event in entry["events"]]
+    exchanges = [event for event in events if event[0] == "op" and event[1] == "_dtensor.shard_dim_alltoall"]
+    assert len(exchanges) == 2, "forward and backward"
+    taken = {event[1]: event[2] for event in events if event[0] == "+"}
+    assert {taken[storage] for event in exchanges for storage in event[9]} == {8 * 16 * 4}
+
+
 def test_a_backward_exchanges_its_gradient(tmp_path):
     trace = traced("exchanges", tmp_path)
     assert [[event[1] for event in entry["events"] if event[0] == "op" and is_collective(event)]

@@ -11,6 +11,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -321,6 +322,17 @@ def gathers_without_gradient(batch):
 def exchanges(batch):
     join()
     return Communicating(differentiable_all_to_all), torch.zeros(batch, 16)
+
+
+def columns_to_rows(batch):
+    """Shards of columns become shards of rows: each rank keeps as many bytes as it had."""
+    join()
+    mesh = init_device_mesh("cuda", (TP,), mesh_dim_names=("tp",))
+
+    def exchange(x):
+        return DTensor.from_local(x, mesh, [Shard(1)]).redistribute(mesh, [Shard(0)]).to_local()
+
+    return Communicating(exchange), torch.zeros(batch, 16)
 
 
 def of_groups(ranks, names, shape, groups, batch=8):

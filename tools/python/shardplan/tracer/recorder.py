@@ -290,7 +290,7 @@ class Recorder(TorchDispatchMode):
         elif func in CHOICES:
             routing.choosers.add(self._current_fqn())
         if out is None:
-            out = func(*args, **kwargs)
+            out = collectives.of_its_own(func, func(*args, **kwargs))
             out = _on_the_host(func, out) if self._random_state == "host" else out
         if self.phase != "off" and func is not torch.ops.prim.device.default:
             self._observe(func, args, kwargs, out)
