@@ -263,8 +263,8 @@ def hidden(func, args: tuple):
 
 
 def of_its_own(func, out):
-    """The result in memory of its own, as on a device. The fake kernel of DTensor's all-to-all gathers the whole, and may
-    give a view of this rank's part (torch/distributed/tensor/_collective_utils.py)."""
+    """The result in memory of its own, as on a device. The fake kernel of DTensor's all-to-all gathers the whole, and
+    may give a view of this rank's part (torch/distributed/tensor/_collective_utils.py)."""
     if func.namespace != _WAITS_ITSELF or not isinstance(out, torch.Tensor):
         return out
     return out.clone() if out.untyped_storage().nbytes() > out.nbytes else out
