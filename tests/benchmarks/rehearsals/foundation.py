@@ -24,7 +24,7 @@ def row(model: str, cluster: str, gpus: int, published_tokens: float) -> Row:
     ]
     device = "H100" if cluster == H100 else "A100"
     return Row(
-        f"fms_{model}_{device.lower()}", f"fms-fsdp Llama 2 {model.upper()}, FSDP1, batch 2, compiled, {device}", gpus,
+        f"fms_{model}_{device.lower()}", f"fms-fsdp Llama 2 {model.upper()}, FSDP1, batch 2, compiled", gpus,
         ["torchrun", "--nnodes", str(gpus // 8), "--nproc_per_node", "8", *words], environment="fms",
         repository="fms-fsdp", commit=COMMIT, device_memory=MEMORY[cluster],
         cluster=f"{{assets}}/{cluster}.json", published_tokens=published_tokens, tokens=8192,

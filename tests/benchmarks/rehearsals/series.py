@@ -114,12 +114,12 @@ def line(row: Row, result: dict) -> str:
 
 def time_line(row: Row, result: dict) -> str:
     """Tokens/s of a GPU, simulated from what the rank issued, beside what was published."""
-    off = difference(row, result)
+    off, cluster = difference(row, result), pathlib.PurePath(row.cluster).stem
     if off is None:
-        return f"| {row.title} | {row.gpus} | stopped ({result['exit']}) | | {row.published_tokens} | | {row.note} |"
+        return f"| {row.title} | `{cluster}` | {row.gpus} | stopped ({result['exit']}) | | {row.published_tokens} | |"
     return (
-        f"| {row.title} | {row.gpus} | {result['step_ns'] / 1e6:.1f} | {row.tokens / (result['step_ns'] / 1e9):.0f} | "
-        f"{row.published_tokens} | {100 * off:+.1f} % | {row.note} |"
+        f"| {row.title} | `{cluster}` | {row.gpus} | {result['step_ns'] / 1e6:.1f} | "
+        f"{row.tokens / (result['step_ns'] / 1e9):.0f} | {row.published_tokens} | {100 * off:+.1f} % |"
     )
 
 
@@ -165,7 +165,7 @@ def main() -> None:
     assets.make(arguments.out / "assets")
     texts = [text for text in arguments.only.split(",") if text]
     print(
-        "| job | GPUs | step ms | tokens/s per GPU | published | difference | |\n|---|---|---|---|---|---|---|"
+        "| job | cluster | GPUs | step ms | tokens/s per GPU | published | difference |\n|---|---|---|---|---|---|---|"
         if arguments.times
         else "| job | GPUs | allocated GiB | reserved GiB | published | difference | CPU s | "
         "|\n|---|---|---|---|---|---|---|---|"
