@@ -25,10 +25,9 @@ Recording OneKernel(std::string recorded_with) {
 
 Cluster MeasuredWith(std::string attention, std::string memory) {
   Cluster cluster = LayeredPlan({}).cluster;
-  cluster.sources = {
-      {ClusterFigure::kMatmul, FigureOrigin::kMeasured, 50'000, "", ""},
-      {ClusterFigure::kAttention, FigureOrigin::kMeasured, 100'000, "", std::move(attention)},
-      {ClusterFigure::kMemory, FigureOrigin::kMeasured, 150'000, "", std::move(memory)}};
+  cluster.sources = {{ClusterFigure::kMatmul, FigureOrigin::kMeasured, 50'000, "", ""},
+                     {ClusterFigure::kAttention, FigureOrigin::kMeasured, 100'000, "", std::move(attention)},
+                     {ClusterFigure::kMemory, FigureOrigin::kMeasured, 150'000, "", std::move(memory)}};
   return cluster;
 }
 
