@@ -14,8 +14,8 @@ constexpr std::int64_t kMs = 1'000'000;
 // exposed. Its operators are measured, so the tables are all that can be off: 10 % of both, +-1 ms each.
 TEST(Sensitivity, OfTheExposedCollectives) {
   Plan plan = LayeredPlan({});
-  plan.cluster.sources = {{ClusterFigure::kCollectives, FigureOrigin::kMeasured, 100'000, ""},
-                          {ClusterFigure::kMatmul, FigureOrigin::kGuess, 500'000, ""}};
+  plan.cluster.sources = {{ClusterFigure::kCollectives, FigureOrigin::kMeasured, 100'000, "", ""},
+                          {ClusterFigure::kMatmul, FigureOrigin::kGuess, 500'000, "", ""}};
   const Result<Sensitivity> sensitivity = AnalyseSensitivity(plan, plan.cluster);
   ASSERT_TRUE(sensitivity.has_value()) << ToString(sensitivity.error());
   EXPECT_EQ(sensitivity->step_ns.value, 245 * kMs);
@@ -36,13 +36,13 @@ TEST(Sensitivity, OfTheExposedCollectives) {
 // Two figures that change 3 and 4 ms on one side: 5 ms together.
 TEST(Sensitivity, FiguresAreIndependent) {
   Plan plan = LayeredPlan({});
-  plan.cluster.sources = {{ClusterFigure::kCollectives, FigureOrigin::kMeasured, 150'000, ""}};
+  plan.cluster.sources = {{ClusterFigure::kCollectives, FigureOrigin::kMeasured, 150'000, "", ""}};
   const Result<Sensitivity> one = AnalyseSensitivity(plan, plan.cluster);
   ASSERT_TRUE(one.has_value());
   EXPECT_EQ((one->high_ns - one->step_ns).value, 3 * kMs);
   // Host costs shift only the begin: 1 ms for the first gather's issue, four times as much.
   plan.cluster.host.collective_issue_ns = Nanoseconds{kMs};
-  plan.cluster.sources.push_back({ClusterFigure::kHost, FigureOrigin::kGuess, 1'000'000, ""});
+  plan.cluster.sources.push_back({ClusterFigure::kHost, FigureOrigin::kGuess, 1'000'000, "", ""});
   const Result<Sensitivity> both = AnalyseSensitivity(plan, plan.cluster);
   ASSERT_TRUE(both.has_value());
   double squares = 0;

@@ -220,12 +220,16 @@ def matmul_rates(key):
     return rates
 
 
+def measured_h100():
+    path = str(pathlib.Path(__file__).parent / "measured" / "h100_sxm.json")
+    return fit.checked(path, fit.document(path))
+
+
 def kernels(key):
     """Attention and kernels bound by memory: measured on an H100 by `shardplan calibrate`; for others its curves at
     their own peaks."""
     own, measured_on = DEVICES[key], DEVICES["h100_sxm"]
-    path = str(pathlib.Path(__file__).parent / "measured" / "h100_sxm.json")
-    measured = fit.checked(path, fit.document(path))
+    measured = measured_h100()
     memory = fit.memory_rates(measured["memory"])
     reached = memory["memory_bytes_per_second"] / measured_on["memory_bytes_per_second"]
     moved = own["memory_bytes_per_second"] / measured_on["memory_bytes_per_second"]
@@ -282,6 +286,8 @@ def sources(key, ranks, in_node):
     measured = key not in ("a100_80",)
     on_h100 = key == "h100_sxm"
     borrowed = f"as {own['as']}" if own.get("as") else ""
+    # Attention and memory of every device come from one measured H100; the tables of products name no release.
+    said = {"measured_with": f"torch {measured_h100()['device']['torch']}"}
     notes = [*([borrowed] if borrowed else []), *(["clock by published runs"] if "clock_ppm" in own else [])]
     return [
         {
@@ -289,14 +295,16 @@ def sources(key, ranks, in_node):
             "off_ppm": (50_000 if not borrowed else 100_000) if measured else 150_000,
             **({"note": "; ".join(notes)} if notes else {}),
         },
-        {"figure": "attention", "origin": "measured", "off_ppm": 100_000}
+        {"figure": "attention", "origin": "measured", "off_ppm": 100_000, **said}
         if on_h100
-        else {"figure": "attention", "origin": "guess", "off_ppm": 300_000, "note": "as the H100 at its own peak"},
-        {"figure": "memory", "origin": "measured", "off_ppm": 150_000, "note": "kernels differ by that"}
+        else {
+            "figure": "attention", "origin": "guess", "off_ppm": 300_000, "note": "as the H100 at its own peak", **said,
+        },
+        {"figure": "memory", "origin": "measured", "off_ppm": 150_000, "note": "kernels differ by that", **said}
         if on_h100
         else {
             "figure": "memory", "origin": "data_sheet", "off_ppm": 200_000,
-            "note": "as much of the peak as the H100 reaches",
+            "note": "as much of the peak as the H100 reaches", **said,
         },
         {"figure": "kernel_overhead", "origin": "guess", "off_ppm": 500_000},
         {
@@ -370,6 +378,7 @@ def base_2023(document):
     for source in document["sources"]:
         if source["figure"] in UNSURE_2023:
             source |= {"origin": "guess", "off_ppm": UNSURE_2023[source["figure"]], "note": "software of 2023"}
+            source.pop("measured_with", None)
     return document
 
 

@@ -198,7 +198,9 @@ inline constexpr auto kFields<FigureSource> =
               Required("origin", &FigureSource::origin, "How it is known."),
               Required("off_ppm", &FigureSource::off_ppm, "How far it may be off, two times in three.")
                   .AtMost(kWholePpm),
-              Optional("note", &FigureSource::note, "More about it."));
+              Optional("note", &FigureSource::note, "More about it."),
+              Optional("measured_with", &FigureSource::measured_with,
+                       "Program and version that it was measured with, \"torch 2.11.0\". Empty: not known."));
 
 template <>
 inline constexpr bool kIsBlock<Cluster> = true;

@@ -2,13 +2,16 @@
 #include "shardplan/simulator/simulate_recording.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <set>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "cost/fixed_log.h"
 #include "recorded/joined_ranks.h"
@@ -47,6 +50,35 @@ std::int64_t RanksOfABatch(const Recording& recording) {
 std::string CommunicatorName(const Recording& recording, RecordedId id) {
   const std::string& name = recording.communicators[static_cast<std::size_t>(id)].name;
   return name.empty() ? fmt::format("communicator {}", id) : name;
+}
+
+// "2.11" of "torch 2.11.0+cu130"; "" of another program.
+std::string_view MinorRelease(std::string_view program) {
+  constexpr std::string_view kTorch = "torch ";
+  if (!program.starts_with(kTorch)) return {};
+  program.remove_prefix(kTorch.size());
+  const std::size_t first = program.find('.');
+  return first == std::string_view::npos ? program : program.substr(0, program.find('.', first + 1));
+}
+
+// The cluster's figures that were measured with another minor release of torch than the job's; "": none is
+// known.
+std::string OtherReleases(const Recording& recording, const Cluster& cluster) {
+  const std::string_view own = MinorRelease(recording.recorded_with);
+  if (own.empty()) return {};
+  std::map<std::string_view, std::vector<std::string_view>> figures;  // by release
+  for (const FigureSource& source : cluster.sources) {
+    const std::string_view release = MinorRelease(source.measured_with);
+    if (!release.empty() && release != own) figures[release].push_back(Name(source.figure));
+  }
+  std::string text;
+  for (const auto& [release, names] : figures) {
+    text += fmt::format("{}{} of the cluster with torch {}", text.empty() ? "" : ", ", fmt::join(names, ", "),
+                        Printable(release));
+  }
+  return text.empty() ? text
+                      : fmt::format("measured with other releases: {}; the job ran with torch {}", text,
+                                    Printable(own));
 }
 
 void FillNotes(const LoweredRecording& lowered, const Cluster& cluster, std::int32_t step,
@@ -213,6 +245,8 @@ Result<std::vector<RecordingSimulation>> SimulateRecordings(const std::vector<co
     simulation.report =
         ReportOf(*recordings[r], cluster, lowered[r], (*joined)[r].result, *synchronized, job);
     FillNotes(lowered[r], cluster, steps[r], others, simulation.report);
+    simulation.other_releases = OtherReleases(*recordings[r], cluster);
+    if (!simulation.other_releases.empty()) simulation.report.notes.push_back(simulation.other_releases);
     const EngineTimeline& timeline = (*joined)[r].timeline;
     for (const EngineSpan& span : timeline.spans) {
       const auto i = static_cast<std::size_t>(span.instruction);
@@ -286,6 +320,7 @@ std::string RecordedTimeText(const std::vector<RecordingSimulation>& simulations
                         static_cast<double>(collective.full_tensor_bytes.value) / 1e9, ms(collective.busy_ns),
                         ms(collective.exposed_ns), collective.cost_source);
   }
+  if (!simulation.other_releases.empty()) text += fmt::format("{}\n", simulation.other_releases);
   if (simulations.size() > 1) text += "\n" + RanksText(simulations);
   return text;
 }

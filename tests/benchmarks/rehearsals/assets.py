@@ -1,12 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer and a data set of random words in a folder, so that a trainer's own data path runs without a hub."""
+"""Files that rows read: a tokenizer and a data set of random words, so that a trainer's own data path runs without a
+hub, and clusters whose network no shipped document has."""
 
 import json
 import pathlib
 import random
 
+CLUSTERS = pathlib.Path(__file__).resolve().parents[3] / "tools" / "clusters"
 WORDS = 2_000
 DOCUMENTS = 400
+WIRE_PPM = 900_000  # the part of its wire that a network reaches in the shipped documents
+# File: (shipped document, ranks, Gbit/s of a node).
+NETWORKS = {"fms_h100_96": ("h100_sxm_64", 96, 800), "fms_a100_128": ("a100_80_64", 128, 400)}
+
+
+def make_clusters(folder: pathlib.Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, (shipped, ranks, gigabits) in NETWORKS.items():
+        document = json.loads((CLUSTERS / f"{shipped}.json").read_text())
+        a_rank = gigabits * 10**9 // 8 // document.get("ranks_per_node", 8) * WIRE_PPM // 10**6
+        document |= {"name": f"{ranks} ranks, {gigabits} Gbit/s a node", "ranks": ranks}
+        document["links"][1]["bytes_per_second"] = a_rank
+        (folder / f"{file}.json").write_text(json.dumps(document))
 
 
 def make(folder: pathlib.Path) -> pathlib.Path:
@@ -14,6 +29,7 @@ def make(folder: pathlib.Path) -> pathlib.Path:
     words)."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
+    make_clusters(folder)
     if (folder / "text" / "data.json").exists():
         return folder
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)

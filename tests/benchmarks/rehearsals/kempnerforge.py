@@ -68,7 +68,9 @@ def scaling(
     shape = f"TP {tensor} x FSDP {gpus // tensor}" if tensor > 1 else f"FSDP {gpus}"
     name = f"scaling_{number:02}_batch{size}_" + ("compiled" if compiled else "eager")
     title = f"{model}, {shape}, batch {size} x {count}" + (", compiled" if compiled else "")
-    return Row(name, title, gpus, command(gpus, "debug", settings), published_gib, commit=SCALING)
+    return Row(
+        name, title, gpus, command(gpus, "debug", settings), published_gib, repository="kempnerforge", commit=SCALING
+    )
 
 
 def validation(config: str, gpus: int, title: str, published_gib: float, *, compiled: bool | None = None) -> Row:
@@ -79,7 +81,7 @@ def validation(config: str, gpus: int, title: str, published_gib: float, *, comp
     name = f"validation_{config}" + {None: "", False: "_eager", True: "_compiled"}[compiled]
     return Row(
         name, title + (", compiled" if compiled else ""), gpus, command(gpus, config, settings), published_gib,
-        commit=VALIDATION,
+        repository="kempnerforge", commit=VALIDATION,
     )
 
 
@@ -108,7 +110,7 @@ def packed(
         title += ", balanced"
     name = f"packed_e{experts}_{kind}" + ("_balanced" if balanced else "")
     return Row(
-        name, title, 8, command(8, "debug", settings), published_gib, commit=PACKED,
+        name, title, 8, command(8, "debug", settings), published_gib, repository="kempnerforge", commit=PACKED,
         routing=() if balanced else collapsed(experts),
         variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     )
@@ -127,7 +129,7 @@ def expert_parallel(
     name = f"ep_{'wrapped' if commit == WRAPPED else 'deferred'}_b{batch}_{kept}" + ("_balanced" if balanced else "")
     title = f"{wrapped}, batch {batch} x {count}, {kept} recomputation" + (", balanced" if balanced else "")
     return Row(
-        name, title, 32, command(32, "debug", settings), published_gib, commit=commit,
+        name, title, 32, command(32, "debug", settings), published_gib, repository="kempnerforge", commit=commit,
         routing=() if balanced else collapsed(8), variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     )
 

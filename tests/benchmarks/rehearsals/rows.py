@@ -13,7 +13,8 @@ class Row:
     published_gib: float | None = None  # what its authors printed, in GiB
     published_of: str = "allocated"  # or "reserved", as torchtitan prints
     environment: str = "base"
-    commit: str = ""  # KempnerForge's, in whose files it runs; "": examples/rehearse
+    repository: str = ""  # a clone that the caller names, in whose files it runs; "": examples/rehearse
+    commit: str = ""  # of that clone
     rank: int = 0
     device_memory: str = "150754820096"  # an H200 as torch.cuda prints it: 140.4 GiB
     variables: dict[str, str] = field(default_factory=dict)

@@ -3,37 +3,45 @@
 """Rehearses other people's training scripts by their own command lines and prints what was found beside what they
 published, as Markdown.
 
-    tests/benchmarks/rehearsals/series.py [--kempnerforge CHECKOUT] [--only TEXT[,TEXT]]
-        [--python ENVIRONMENT=PYTHON] [--again | --kept]
+    tests/benchmarks/rehearsals/series.py [--kempnerforge CLONE] [--fms-fsdp CLONE] [--torchtitan CLONE]
+        [--only TEXT[,TEXT]] [--python ENVIRONMENT=PYTHON] [--again | --kept] [--times]
 
-CHECKOUT is a git clone of KempnerInstitute/KempnerForge that the caller has; without it those rows are left out. Each
-row runs once: its result is kept in OUT/NAME.json (default out/rehearsals), and `--again` runs it anew. Runs go one
-after the other. docs/internals/rehearsal-figures.md has the tables.
+CLONE is a git clone of KempnerInstitute/KempnerForge, foundation-model-stack/fms-fsdp or pytorch/torchtitan that the
+caller has; without it its rows are left out. Each row runs once: its result is kept in OUT/NAME.json (default
+out/rehearsals), and `--again` runs it anew. Runs go one after the other. docs/internals/rehearsal-figures.md has the
+tables.
 """
 
 import argparse
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import time
 
 import assets
+import foundation
 import frameworks
 import kempnerforge
 from rows import Row
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+IMPORTED = HERE / "imported"  # modules that rows name
 GIB = 2**30
+CLONES = ("kempnerforge", "fms-fsdp", "torchtitan")
+FILES = {"torchtitan": ["torchtitan"]}  # that are needed of a clone; default: all
 
 
-def checkout(source: pathlib.Path, commit: str, out: pathlib.Path) -> pathlib.Path:
+def checkout(source: pathlib.Path, folder: pathlib.Path, commit: str, files: list[str]) -> pathlib.Path:
     """The files of `commit` in a folder of their own; the caller's clone stays as it is."""
-    folder = out / "kempnerforge" / commit
     if not folder.exists():
         folder.mkdir(parents=True)
-        archive = subprocess.run(["git", "-C", str(source), "archive", commit], stdout=subprocess.PIPE, check=True)
+        archive = subprocess.run(
+            ["git", "-C", str(source), "archive", commit, *files], stdout=subprocess.PIPE, check=True
+        )
         subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     return folder
 
@@ -56,7 +64,7 @@ def run(row: Row, folder: pathlib.Path, python: str, rehearse: list[str], out: p
         str(report),
     ]
     if row.cluster:
-        given += ["--cluster", row.cluster]
+        given += ["--cluster", row.cluster.replace("{assets}", str(out / "assets"))]
     if row.routing:
         shares = out / f"{row.name}.routing.csv"
         shares.write_text("\n".join(map(str, row.routing)) + "\n")
@@ -67,7 +75,7 @@ def run(row: Row, folder: pathlib.Path, python: str, rehearse: list[str], out: p
         | row.variables
         | {
             "PATH": f"{pathlib.Path(python).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONPATH": f"{folder}:{IMPORTED}:{os.environ.get('PYTHONPATH', '')}",
         }
     )
     start = time.monotonic()
@@ -106,19 +114,36 @@ def line(row: Row, result: dict) -> str:
 
 def time_line(row: Row, result: dict) -> str:
     """Tokens/s of a GPU, simulated from what the rank issued, beside what was published."""
-    if not result.get("step_ns"):
-        return f"| {row.title} | {row.gpus} | - | - | {row.published_tokens} | | {row.note} |"
-    tokens = row.tokens / (result["step_ns"] / 1e9)
-    off = f"{100 * (tokens / row.published_tokens - 1):+.1f} %"
+    off, cluster = difference(row, result), pathlib.PurePath(row.cluster).stem
+    if off is None:
+        return f"| {row.title} | `{cluster}` | {row.gpus} | stopped ({result['exit']}) | | {row.published_tokens} | |"
     return (
-        f"| {row.title} | {row.gpus} | {result['step_ns'] / 1e6:.1f} | {tokens:.0f} | {row.published_tokens} | {off} | "
-        f"{row.note} |"
+        f"| {row.title} | `{cluster}` | {row.gpus} | {result['step_ns'] / 1e6:.1f} | "
+        f"{row.tokens / (result['step_ns'] / 1e9):.0f} | {row.published_tokens} | {100 * off:+.1f} % |"
+    )
+
+
+def difference(row: Row, result: dict) -> float | None:
+    """Distance of rehearsed tokens/s from published ones, a part of these. None: the run stopped, and what it timed is
+    no step."""
+    if result["exit"] != 0 or not result.get("step_ns"):
+        return None
+    return row.tokens / (result["step_ns"] / 1e9) / row.published_tokens - 1
+
+
+def summary(differences: list[float]) -> str:
+    off = sorted(abs(one) for one in differences)
+    nine_of_ten = off[-(-9 * len(off) // 10) - 1]
+    return (
+        f"\n{len(off)} rows: the median is {100 * statistics.median(off):.1f} % off, nine of ten are within "
+        f"{100 * nine_of_ten:.0f} %."
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kempnerforge", type=pathlib.Path, metavar="CHECKOUT")
+    for name in CLONES:
+        parser.add_argument(f"--{name}", type=pathlib.Path, metavar="CLONE")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "out" / "rehearsals")
     parser.add_argument("--only", default="", help="rows whose name has one of these texts")
     parser.add_argument(
@@ -140,12 +165,16 @@ def main() -> None:
     assets.make(arguments.out / "assets")
     texts = [text for text in arguments.only.split(",") if text]
     print(
-        "| job | GPUs | step ms | tokens/s per GPU | published | difference | |\n|---|---|---|---|---|---|---|"
+        "| job | cluster | GPUs | step ms | tokens/s per GPU | published | difference |\n|---|---|---|---|---|---|---|"
         if arguments.times
         else "| job | GPUs | allocated GiB | reserved GiB | published | difference | CPU s | "
         "|\n|---|---|---|---|---|---|---|---|"
     )
-    for row in [*(kempnerforge.ROWS if arguments.kempnerforge else []), *frameworks.ROWS]:
+    clones = {name: given for name in CLONES if (given := getattr(arguments, name.replace("-", "_")))}
+    differences = []
+    for row in [*kempnerforge.ROWS, *frameworks.ROWS, *foundation.ROWS]:
+        if row.repository and row.repository not in clones:
+            continue
         if texts and not any(text in row.name for text in texts):
             continue
         if arguments.times and not row.published_tokens:
@@ -155,15 +184,23 @@ def main() -> None:
             continue
         if arguments.again or not kept.exists():
             folder = (
-                checkout(arguments.kempnerforge, row.commit, arguments.out)
-                if row.commit
-                else pathlib.Path(__file__).parents[3] / "examples" / "rehearse"
+                checkout(
+                    clones[row.repository], arguments.out / row.repository / row.commit, row.commit,
+                    FILES.get(row.repository, []),
+                )
+                if row.repository
+                else ROOT / "examples" / "rehearse"
             )
             python = interpreters.get(row.environment, sys.executable)
             kept.write_text(
                 json.dumps(run(row, folder, python, arguments.rehearse.split(), arguments.out, arguments.limit))
             )
-        print((time_line if arguments.times else line)(row, json.loads(kept.read_text())), flush=True)
+        result = json.loads(kept.read_text())
+        print((time_line if arguments.times else line)(row, result), flush=True)
+        if arguments.times and (off := difference(row, result)) is not None:
+            differences.append(off)
+    if differences:
+        print(summary(differences))
 
 
 if __name__ == "__main__":

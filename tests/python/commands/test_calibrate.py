@@ -60,6 +60,7 @@ def test_the_cluster_says_what_was_measured(measured):
     assert cluster["host"]["runs_kernels"] and shortest > 0
     assert {s["figure"] for s in cluster["sources"]} >= {"matmul", "memory", "host", "collectives"}
     assert {s["origin"] for s in cluster["sources"]} == {"measured"}
+    assert {s["measured_with"] for s in cluster["sources"]} == {f"torch {document['device']['torch']}"}
 
 
 def test_from_measurements_alone_gives_the_same_document(measured, tmp_path):

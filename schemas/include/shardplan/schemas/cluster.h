@@ -196,6 +196,7 @@ struct FigureSource {
   FigureOrigin origin = FigureOrigin::kGuess;
   std::int64_t off_ppm = 0;
   std::string note;
+  std::string measured_with;  // as Recording::recorded_with: "torch 2.11.0"; "": not known
   bool operator==(const FigureSource&) const = default;
 };
 

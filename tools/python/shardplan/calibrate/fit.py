@@ -104,10 +104,12 @@ def _document(measured: dict, base: dict, name: str | None) -> dict:
     ranks = measured.get("ranks", 1)
     on_gpu = described.get("kind") == "cuda"
     sources = {entry["figure"]: entry for entry in base.get("sources", [])}
+    said = {"measured_with": f"torch {described['torch']}"} if described.get("torch") else {}
 
     def know(figure: str, rows: list[dict], note: str = "") -> None:
         sources[figure] = {
             "figure": figure, "origin": "measured", "off_ppm": _spread(rows), **({"note": note} if note else {}),
+            **said,
         }
 
     device = base.get("device", {}) | {
