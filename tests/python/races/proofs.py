@@ -19,8 +19,12 @@ REPORT = re.compile(r"^race \d+(?: \((\d+) times\))?: (.*\n(?:  .*\n)+)", re.MUL
 @dataclasses.dataclass(frozen=True)
 class Proof:
     code: int
-    races: tuple[str, ...]  # the first line of each
     text: str
+
+    @property
+    def races(self) -> tuple[str, ...]:
+        """The first line of each."""
+        return tuple(re.findall(r"^race \d+.*$", self.text, re.MULTILINE))
 
     @property
     def reports(self) -> collections.Counter[str]:
@@ -73,8 +77,7 @@ def prove(ranks: int, *command: object, record: str | None = None, timeout_s: fl
         ],
         capture_output=True, text=True, env=environment, timeout=timeout_s, check=False,
     )  # fmt: skip
-    text = done.stdout + done.stderr
-    return Proof(done.returncode, tuple(re.findall(r"^race \d+.*$", text, re.MULTILINE)), text)
+    return Proof(done.returncode, done.stdout + done.stderr)
 
 
 def of_settings(

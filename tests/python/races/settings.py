@@ -143,14 +143,10 @@ MORE_OF_FSDP1 = [
         "no_shard_offload_frozen": {
             "sharding": "no_shard", "cpu_offload": True, "arguments": {"frozen": ["layers"]},
         },
-        "no_shard_offload_evaluates": {
-            "sharding": "no_shard",
-            "cpu_offload": True,
-            "groups": ((False,), (True,)),
-            "program": [[
-                {"call": "forward"}, {"call": "forward", "microbatch": 1, "trace": 1},
-                {"call": "backward", "microbatches": [1]}, *END,
-            ]],
+        "no_shard_offload_evaluates": {"sharding": "no_shard", "cpu_offload": True, **flat_settings.evaluating()},
+        # Modules let go of the device's copy behind each forward. Without gradients nobody else holds it.
+        "no_shard_offload_evaluates_orig": {
+            "sharding": "no_shard", "cpu_offload": True, "use_orig_params": True, **flat_settings.evaluating(),
         },
         "no_shard_reduced_in_bf16": {"sharding": "no_shard", "mixed_precision": REDUCED_IN_BF16},
         "unshard_called": {"program": [[{"call": "unshards"}, *micro(0), *END]]},
