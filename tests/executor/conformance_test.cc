@@ -5,8 +5,10 @@
 //
 // SHARDPLAN_CASE=hsdp runs the cases whose name contains that; SHARDPLAN_RANDOM=1000 so many random models;
 // SHARDPLAN_EVERY=5 every fifth case, SHARDPLAN_FIRST=2 from the third on. On cpu it is every third one,
-// where nothing is said: tools/nightly --only conformance_cpu has all. SHARDPLAN_RECORDING=FILE: on the device
-// in software rank 0 writes what it issues, for the proof that nothing races (tests/python/races/executor_proof.py).
+// where nothing is said: tools/nightly --only conformance_cpu has all.
+//
+// SHARDPLAN_RECORDING=FILE: on the device in software rank 0 writes what it issues, for the proof that
+// nothing races (tests/python/races/executor_proof.py).
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -126,8 +128,7 @@ Result<std::string> RunCase(const RankCase& c, ExpectedValues& expected, std::in
   }
 }
 
-// What this process issues to the device in software, in a file. A fork takes over none of the one that it
-// comes from.
+// Writes what this process issues to the device in software. A fork takes over nothing of its parent's.
 class Recording {
  public:
   explicit Recording(const char* path) {
@@ -145,7 +146,7 @@ class Recording {
   }
 
  private:
-  // Of the library that is preloaded; null: there is none.
+  // A function of the library that is preloaded; null: there is none.
   template <typename Signature>
   static Signature* Function(const char* name) {
     return reinterpret_cast<Signature*>(dlsym(RTLD_DEFAULT, name));

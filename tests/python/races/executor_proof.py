@@ -10,6 +10,7 @@ recorded.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import re
@@ -32,23 +33,41 @@ RANKS = (1, 2, 3, 4, 8)
 LIMIT_S = 1800
 
 
-def prove(program: pathlib.Path, ranks: int, every: int, limit_s: float = LIMIT_S) -> tuple[Proof, int]:
-    """The proof of what rank 0 issues, and how many plans there were. Wrong numbers are another test's matter."""
-    with tempfile.TemporaryDirectory() as folder:
-        raw, document = pathlib.Path(folder, "raw"), pathlib.Path(folder, "recording.json")
-        said = _run(program, ranks, every, raw, limit_s)
-        if not raw.exists():
-            return Proof(-1, f"nothing was recorded:\n{said[-2000:]}"), 0
-        told = {"result": {"torch": version("torch"), "rank": 0, "world_size": ranks}}
-        recording.write(str(document), raw, told, types.SimpleNamespace(name="device in software"), [str(program)])
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A run of the suite: all that its rank 0 has issued."""
+
+    raw: pathlib.Path
+    ranks: int
+    plans: int
+    said: str  # by the suite
+
+    def proof(self, without: tuple[str, ...] = ()) -> Proof:
+        """without: kinds of events that are left out (docs/reference/recording-format.md)."""
+        if not self.raw.exists():
+            return Proof(-1, f"nothing was recorded:\n{self.said[-2000:]}")
+        kept, document = self.raw.with_suffix(".kept"), self.raw.with_suffix(".json")
+        left_out = tuple(f'["{kind}",' for kind in without)
+        kept.write_text("".join(line for line in self.raw.open() if not left_out or not line.startswith(left_out)))
+        told = {"result": {"torch": version("torch"), "rank": 0, "world_size": self.ranks}}
+        recording.write(str(document), kept, told, types.SimpleNamespace(name="device in software"), ["suite"])
         os.environ.setdefault("SHARDPLAN_PROGRAMS", str(build_folder() / "bin"))
         code, output, errors = recording.prove(str(document))
-        plans = re.search(r"^(\d+) cases on", said, re.MULTILINE)
-        return Proof(code, output.replace(f"{document}: ", "") + errors), int(plans.group(1)) if plans else 0
+        return Proof(code, output.replace(f"{document}: ", "") + errors)
+
+
+def record(
+    program: pathlib.Path, ranks: int, every: int, folder: pathlib.Path | str, limit_s: float = LIMIT_S
+) -> Recorded:
+    """Wrong numbers are another test's matter."""
+    raw = pathlib.Path(folder, "raw")
+    said = _run(program, ranks, every, raw, limit_s)
+    plans = re.search(r"^(\d+) cases on", said, re.MULTILINE)
+    return Recorded(raw, ranks, int(plans.group(1)) if plans else 0, said)
 
 
 def _run(program: pathlib.Path, ranks: int, every: int, raw: pathlib.Path, limit_s: float) -> str:
-    """What the suite says."""
+    """Returns the suite's output."""
     run = subprocess.Popen(
         [ROOT / "dev" / "on_device", LIBRARY, program, f"--gtest_filter=*EveryNumberIsRight/cuda_ranks{ranks}"],
         env={
@@ -70,11 +89,13 @@ def main() -> int:
     options = parser.parse_args()
     cases = failures = 0
     for ranks in options.ranks:
-        proof, plans = prove(SUITE, ranks, int(os.environ.get("SHARDPLAN_EVERY", "1")))
-        good = proof.verdict == "none" and plans > 0 and "not looked at" not in proof.text
-        cases += plans
+        with tempfile.TemporaryDirectory() as folder:
+            recorded = record(SUITE, ranks, int(os.environ.get("SHARDPLAN_EVERY", "1")), folder)
+            proof = recorded.proof()
+        good = proof.verdict == "none" and recorded.plans > 0 and "not looked at" not in proof.text
+        cases += recorded.plans
         failures += not good
-        print(f"| {ranks} | {plans} | {proof.accesses:,} | {len(proof.races)} |", flush=True)
+        print(f"| {ranks} | {recorded.plans} | {proof.accesses:,} | {len(proof.races)} |", flush=True)
         if not good:
             print(proof.text[-4000:])
     print(f"cases {cases}, failures {failures}")

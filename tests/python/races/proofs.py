@@ -46,10 +46,21 @@ class Proof:
         return int(found.group(1)) if found else 0
 
     @property
+    def failed(self) -> list[str]:
+        """Settings that do not train, with the error."""
+        return re.findall(r"^failed .*$", self.text, re.MULTILINE)
+
+    @property
+    def reached(self) -> set[str]:
+        """Edges that were taken out where the settings come by."""
+        found = re.search(r"^reached(.*)$", self.text, re.MULTILINE)
+        return set(found.group(1).split()) if found else set()
+
+    @property
     def verdict(self) -> str:
         """"races", "none", or what went wrong."""
-        if not re.search(r"^(no races|\d+ races?) \(", self.text, re.MULTILINE):
-            return f"exit code {self.code}: {self.text[-2000:]}"
+        if self.failed or not re.search(r"^(no races|\d+ races?) \(", self.text, re.MULTILINE):
+            return f"exit code {self.code}: {' '.join(self.failed)} {self.text[-2000:]}"
         return "races" if self.races else "none"
 
 
