@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/kernels/recorded_call.h"
 
+#include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/core/Event.h>
@@ -186,6 +187,7 @@ void WatchAllocator() {
   if (!IsRecording()) return;
   static std::once_flag once;
   std::call_once(once, [] {
+    at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);  // a program in C++ may not have yet
     GuardRecords(true);
     c10::Event(c10::DeviceType::CUDA).record(c10::cuda::getCurrentCUDAStream().unwrap());
     GuardRecords(false);

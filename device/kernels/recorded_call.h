@@ -57,7 +57,7 @@ class OuterKernel final : public c10::OperatorKernel {
 void RecordOnHost(const c10::OperatorHandle& op, const c10::Stack& arguments,
                   std::span<const c10::IValue> results);
 
-// From now on the allocator's blocks are recorded. It has to be there.
+// From now on the allocator's blocks are recorded.
 void WatchAllocator();
 void WatchNodes();
 

@@ -49,12 +49,12 @@ void Blocks::On(const BlockFreed& event, std::int64_t number, const Order& order
   const Block& block = found->second;
   auto over = std::make_shared<Clock>(order.OfStream(block.stream));
   auto told = std::make_shared<Clock>(order.KnownBy(event.thread));
+  Join(*told, block.ready);  // it was handed out: what it waited for then is over for whoever is next
   Join(*over, *told);
   std::vector<EarlyFree>& pending = PendingOf(block.stream, event.size_bytes.value);
   std::set<std::int64_t> seen;
   shadow.ForEach(found->first, block.end, [&](const Access& access) {
-    const bool waits = IsOver(access, *over) || IsOver(access, block.ready);
-    if (!waits && seen.insert(access.what.event).second) pending.push_back({number, access});
+    if (!IsOver(access, *over) && seen.insert(access.what.event).second) pending.push_back({number, access});
   });
   freed_[found->first] = {block.end, number, block.stream, std::move(over), std::move(told)};
   blocks_.erase(found);

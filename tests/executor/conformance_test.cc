@@ -6,6 +6,10 @@
 // SHARDPLAN_CASE=hsdp runs the cases whose name contains that; SHARDPLAN_RANDOM=1000 so many random models;
 // SHARDPLAN_EVERY=5 every fifth case, SHARDPLAN_FIRST=2 from the third on. On cpu it is every third one,
 // where nothing is said: tools/nightly --only conformance_cpu has all.
+//
+// SHARDPLAN_RECORDING=FILE: on the device in software rank 0 writes what it issues, for the proof that
+// nothing races (tests/python/races/executor_proof.py).
+#include <dlfcn.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -124,14 +128,42 @@ Result<std::string> RunCase(const RankCase& c, ExpectedValues& expected, std::in
   }
 }
 
+// Writes what this process issues to the device in software. A fork takes over nothing of its parent's.
+class Recording {
+ public:
+  explicit Recording(const char* path) {
+    const auto begin = Function<int(const char*)>("shardplan_record_begin");
+    begun_ = path != nullptr && begin != nullptr && begin(path) == 0;
+  }
+  ~Recording() {
+    if (begun_) Function<void()>("shardplan_record_end")();
+  }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+  // Reports name the case that issued it.
+  void Name(const std::string& name) const {
+    if (begun_) Function<void(const char*)>("shardplan_record_module")(name.c_str());
+  }
+
+ private:
+  // A function of the library that is preloaded; null: there is none.
+  template <typename Signature>
+  static Signature* Function(const char* name) {
+    return reinterpret_cast<Signature*>(dlsym(RTLD_DEFAULT, name));
+  }
+  bool begun_ = false;
+};
+
 bool RunRank(const std::vector<RankCase>& cases, std::size_t first, std::int64_t rank, RankBackends& backends,
              const Log& log) {
+  const Recording recording(rank == 0 ? std::getenv("SHARDPLAN_RECORDING") : nullptr);
   for (std::size_t i = first; i < cases.size(); ++i) {
     const RankCase& c = cases[i];
     log(fmt::format("{}{}", kBegin, i));
     ExpectedValues expected(c.plan, c.c.trace, std::max(c.c.steps, std::ssize(c.plan.steps) + 1));
     for (const bool arena : {false, true}) {
       const std::string name = fmt::format("{}{}", c.c.name, arena ? ", arena" : "");
+      recording.Name(name);
       const auto memory = arena ? executor::MemorySource::kArena : executor::MemorySource::kAllocator;
       const Result<std::string> wrong = RunCase(c, expected, rank, backends, memory, name);
       if (!wrong || !wrong->empty()) {

@@ -8,14 +8,11 @@ import pytest
 from adapter_workers import run_on_ranks
 from conftest import build_folder
 from equivalence import compare_on_ranks, said_by_fsdp2, verdict
-from equivalence_families import CASES as FAMILIES
+from equivalence_cases import ALL, FAMILIES, SETTINGS
 from equivalence_plans import make_plans
 from equivalence_random import make_case
 from equivalence_random import run as run_random
-from equivalence_settings import CASES as SETTINGS
 from equivalence_settings import TIED_ACROSS_UNITS, TIES_ARE_REFUSED
-
-ALL = [*SETTINGS, *FAMILIES]
 
 
 @pytest.fixture(scope="module")

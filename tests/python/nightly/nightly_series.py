@@ -448,7 +448,7 @@ ALL = [
     ),
     Series(
         "backend_mutations", "mutations of the cuda backend, each of which has to be seen", backend_mutations, 1, 4,
-        length=lambda: len(mutations()), build=build("dev", "executor_cuda_conformance_test"),
+        length=lambda: len(mutations()), build=build("dev", "executor_cuda_conformance_test", "product"),
     ),
     Series(
         "races", "random settings of FSDP2 and FSDP1, proved to be free of races", races, 20, 200, FIRST_SEED,

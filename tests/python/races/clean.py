@@ -48,9 +48,9 @@ def main() -> int:
         proof, reports = judged(kind, ranks, options.seeds)
         cases += proof.trained
         failures += len(reports)
-        if proof.verdict not in ("races", "none") or "not looked at" in proof.text:
+        if proof.verdict not in ("races", "none") or proof.trained == 0 or "not looked at" in proof.text:
             failures += 1
-            print(proof.text[-2000:])
+            print(*proof.failed, proof.text[-2000:], sep="\n")
         known = len(proof.reports) - len(reports)
         print(f"| {kind} | {ranks} | {proof.trained} | {proof.accesses} | {len(reports)} | {known} |", flush=True)
         print(*reports, sep="\n", end="")

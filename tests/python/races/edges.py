@@ -5,7 +5,7 @@ host, records of events, record_stream, tensors that are held.
 An edge is one statement of one function, as ast.unparse writes it, and what stands in its place. `cases` are settings
 (settings.py) that go through it. An edge without which nothing races is `implied`, and says
 what takes its place: the edges `beside` order the same accesses, and without these as well there are more races than
-without these alone. If `beside` is empty, no setting can show a race.
+without these alone. If `beside` is empty, none are known.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ _FSDP2 = [
         ("reset_gather_event", "current_stream.wait_event(event)",
          "fails_in_forward_prefetched fails_in_backward_prefetched"),
         ("reset_gather_work", "work.wait()", "fails_in_forward_async"),
-        ("reset_reduced", "current_stream.wait_event(self._post_reduce_event)", "fails_in_backward"),
+        ("reset_reduced", "current_stream.wait_event(self._post_reduce_event)",
+         "fails_in_backward fails_in_backward_hsdp_bf16"),
         ("reset_all_reduced", "current_stream.wait_event(self._all_reduce_state.event)", "fails_in_backward_hsdp_bf16"),
         ("reset_resharded", "self.comm_ctx.wait_all_gather_streams_on_event(self._reshard_after_forward_event)",
          "fails_in_forward_to_two"),
@@ -123,7 +124,6 @@ _FSDP2 = [
     *_edges(
         GROUP, "FSDPParamGroup.post_backward",
         ("input_reused", "oldest.allocation_stream.wait_event(oldest.event)", f"{PLAIN} input_buffers_2"),
-        ("input_reused_current", "current_stream.wait_event(oldest.event)", f"{PLAIN} input_buffers_2"),
         ("own_last_reduction", "self._wait_for_post_backward()", f"reduces_twice {REDUCES_TWICE}"),
         ("partial_repacked", "rs_stream.wait_stream(self.device_handle.current_stream())",
          "repacked"),
@@ -195,7 +195,7 @@ _FSDP2 = [
     *_edges(
         STATE, "FSDPState._root_post_backward_final_callback",
         ("backward_ends_partly", "self._comm_ctx.release_all_gather_state_on_current_stream()",
-         "grouped_head_in_chunks_accumulates", {"instead": "self._comm_ctx.all_gather_state = None"}),
+         "in_chunks_not_last", {"instead": "self._comm_ctx.all_gather_state = None"}),
     ),
     *_edges(
         STATE, "FSDPState._end_backward_iteration",
@@ -298,7 +298,7 @@ _FSDP1 = [
         FLAT, "FlatParamHandle._use_sharded_flat_param",
         ("flat_no_shard_used",
          "_no_dispatch_record_stream(flat_param.data, self._device_handle.current_stream())",
-         "no_shard_offload no_shard_offload_evaluates no_shard_offload_frozen"),
+         "no_shard_offload no_shard_offload_evaluates_orig"),
     ),
     *_edges(
         SUMMON, "_unshard_fsdp_state_params",
@@ -310,34 +310,34 @@ _FSDP1 = [
 _BY_COPY_IN = "the gather's stream waits for the copy-in's, and that one for the same"
 _HELD_BY_WORK = "ProcessGroupNCCL holds the tensors of an asynchronous collective until it is over"
 _LATER_EVENT = "the event of the whole reduction is behind it on the same stream"
-_NEXT_FORWARD = "copied out on the current stream, for which the next forward's first gather waits"
+_NEXT_FORWARD = (
+    "the next gather waits for the current stream, which copied out or is behind a reduction of the one that did"
+)
 _FREES_BY_USE = "bounds memory: what is freed is recorded for the streams that use it"
 _IMPLIED: dict[str, tuple[str, str]] = {
     "optimizer_event_gather": (_BY_COPY_IN, "copy_in_gather copied_out_gather"),
     "optimizer_gather": (_BY_COPY_IN, "copy_in_gather copied_out_gather"),
     "copied_out_gather": (_BY_COPY_IN, "copy_in_gather optimizer_gather"),
     "reset_gather_work": (_HELD_BY_WORK, ""),
-    "reset_reduced": ("the wait for each stream's last reduction is behind it", "reset_last_reduced"),
+    "reset_reduced": ("the wait for each stream's last reduction is behind it", "reset_last_reduced reset_all_reduced"),
     "reset_all_reduced": (_LATER_EVENT, "reset_reduced reset_last_reduced"),
     "reset_resharded": ("the group is whole shards again, which the gathers read; nothing of the reshard is used", ""),
     "reset_last_reduced": ("each group waits for its own reduction", "reset_reduced reset_all_reduced"),
-    "input_reused_current": ("bounds memory: the input is of the other stream, which waits", ""),
     "own_all_reduced": (_LATER_EVENT, "own_reduced"),
     "all_reduce_event": (_LATER_EVENT, "own_reduced"),
     "hook_event": (_LATER_EVENT, "own_reduced"),
     "partial_group": ("the input of the reduce-scatter is held, and the rest is of the stream that reduces", ""),
     "for_nothing_work": (_HELD_BY_WORK, ""),
     "partial_event": ("what waits for the all-reduce is read by the stream that wrote it", ""),
-    "backward_ends_partly": (_NEXT_FORWARD, "optimizer_copy_in"),
-    "backward_ends_gathered": (_NEXT_FORWARD, "optimizer_copy_in"),
+    "backward_ends_partly": (_NEXT_FORWARD, ""),
+    "backward_ends_gathered": (_NEXT_FORWARD, ""),
     "unshard_handle": ("without it the module keeps its shards, and the forward waits", ""),
     "flat_limiter": (_FREES_BY_USE, "flat_unsharded_used"),
     "flat_free_event": (_FREES_BY_USE, "flat_unsharded_used"),
-    "flat_gradient_cleared": ("the end of each backward waits for its reductions", "flat_reduced"),
+    "flat_gradient_cleared": ("bounds memory: what is held for longer is handed out to nobody", ""),
     "flat_offload_used": (
         "the gradient is of that stream; of NO_SHARD the host waits for the copy; all-reduced: recorded before", ""
     ),
-    "flat_no_shard_used": ("open: in each of these settings something else orders it, and no other one is known", ""),
     "flat_summon": ("it gathers on the current stream, behind all that wrote the shards", ""),
     "flat_cast_used": ("the same memory is recorded when the gradient has been reduced", "flat_gradient_used"),
 }

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a script with edges of PyTorch taken out: `mutated.py NAMES SCRIPT ARGUMENTS`, NAMES of edges.py with commas
-between them. The statements go when the module is imported; the installed file stays as it is."""
+between them. The statements go when the module is imported; the installed file stays as it is. The last line names the
+edges by whose place the script came."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.machinery
 import pathlib
 import runpy
@@ -13,6 +15,9 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from edges import EDGES, Edge  # noqa: E402
+
+
+_REACHED = "_reached_edges"  # a name that every module sees
 
 
 class NotThere(Exception):
@@ -44,7 +49,8 @@ class _TakeOut(ast.NodeTransformer):
         self.found += 1
         if self.edge.which not in (-1, self.found - 1):
             return node
-        return [_placed(statement, node) for statement in ast.parse(self.edge.instead).body]
+        instead = f"{_REACHED}.add({self.edge.name!r}); {self.edge.instead}"
+        return [_placed(statement, node) for statement in ast.parse(instead).body]
 
 
 def _placed(statement: ast.stmt, at: ast.stmt) -> ast.stmt:
@@ -89,9 +95,11 @@ def install(edges: list[Edge]) -> None:
 
 def main() -> None:
     names, script, *arguments = sys.argv[1:]
+    setattr(builtins, _REACHED, set())
     install([EDGES[name] for name in names.split(",") if name])
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
+    print("reached", *sorted(getattr(builtins, _REACHED)), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,12 @@ REPORT = re.compile(r"^race \d+(?: \((\d+) times\))?: (.*\n(?:  .*\n)+)", re.MUL
 @dataclasses.dataclass(frozen=True)
 class Proof:
     code: int
-    races: tuple[str, ...]  # the first line of each
     text: str
+
+    @property
+    def races(self) -> tuple[str, ...]:
+        """The first line of each."""
+        return tuple(re.findall(r"^race \d+.*$", self.text, re.MULTILINE))
 
     @property
     def reports(self) -> collections.Counter[str]:
@@ -42,10 +46,21 @@ class Proof:
         return int(found.group(1)) if found else 0
 
     @property
+    def failed(self) -> list[str]:
+        """Settings that do not train, with the error."""
+        return re.findall(r"^failed .*$", self.text, re.MULTILINE)
+
+    @property
+    def reached(self) -> set[str]:
+        """Edges that were taken out where the settings come by."""
+        found = re.search(r"^reached(.*)$", self.text, re.MULTILINE)
+        return set(found.group(1).split()) if found else set()
+
+    @property
     def verdict(self) -> str:
         """"races", "none", or what went wrong."""
-        if not re.search(r"^(no races|\d+ races?) \(", self.text, re.MULTILINE):
-            return f"exit code {self.code}: {self.text[-2000:]}"
+        if self.failed or not re.search(r"^(no races|\d+ races?) \(", self.text, re.MULTILINE):
+            return f"exit code {self.code}: {' '.join(self.failed)} {self.text[-2000:]}"
         return "races" if self.races else "none"
 
 
@@ -73,8 +88,7 @@ def prove(ranks: int, *command: object, record: str | None = None, timeout_s: fl
         ],
         capture_output=True, text=True, env=environment, timeout=timeout_s, check=False,
     )  # fmt: skip
-    text = done.stdout + done.stderr
-    return Proof(done.returncode, tuple(re.findall(r"^race \d+.*$", text, re.MULTILINE)), text)
+    return Proof(done.returncode, done.stdout + done.stderr)
 
 
 def of_settings(

@@ -16,10 +16,12 @@ import pathlib
 import sys
 
 os.environ["SHARDPLAN_TEST_DEVICE"] = "cuda"
+os.environ["SHARDPLAN_ALL_SETTINGS"] = "1"  # of every family
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent / "adapter"), str(FOLDER.parent)]
 
 import equivalence  # noqa: E402
+import equivalence_cases  # noqa: E402
 import equivalence_random  # noqa: E402
 import equivalence_settings  # noqa: E402
 import flat_equivalence  # noqa: E402
@@ -117,6 +119,15 @@ MORE_OF_FSDP2 = [
             "_hook_bf16": {"fsdp2": {"reduce_hook_stream": True}, "mixed_precision": REDUCED_IN_BF16},
         }.items()
     ),
+    # The head's gathered parameters are left when the first backward, which is not the last, ends.
+    equivalence_settings.case(
+        "in_chunks_not_last",
+        arguments=equivalence_settings.CHUNKS,
+        units=equivalence_settings.GROUPED_HEAD,
+        program=[[
+            setter("set_is_last_backward", False), *micro(0), setter("set_is_last_backward", True), *micro(1), *END,
+        ]],
+    ),
     # The last layer's gradients wait for the all-reduce, and the second micro-batch has one more.
     equivalence_settings.case(
         "repacked",
@@ -143,14 +154,10 @@ MORE_OF_FSDP1 = [
         "no_shard_offload_frozen": {
             "sharding": "no_shard", "cpu_offload": True, "arguments": {"frozen": ["layers"]},
         },
-        "no_shard_offload_evaluates": {
-            "sharding": "no_shard",
-            "cpu_offload": True,
-            "groups": ((False,), (True,)),
-            "program": [[
-                {"call": "forward"}, {"call": "forward", "microbatch": 1, "trace": 1},
-                {"call": "backward", "microbatches": [1]}, *END,
-            ]],
+        "no_shard_offload_evaluates": {"sharding": "no_shard", "cpu_offload": True, **flat_settings.evaluating()},
+        # Modules let go of the device's copy behind each forward. Without gradients nobody else holds it.
+        "no_shard_offload_evaluates_orig": {
+            "sharding": "no_shard", "cpu_offload": True, "use_orig_params": True, **flat_settings.evaluating(),
         },
         "no_shard_reduced_in_bf16": {"sharding": "no_shard", "mixed_precision": REDUCED_IN_BF16},
         "unshard_called": {"program": [[{"call": "unshards"}, *micro(0), *END]]},
@@ -424,7 +431,7 @@ def train_ddp(case: Ddp) -> None:
 
 
 KINDS = {
-    "fsdp2": (train_fsdp2, equivalence_settings.CASES + MORE_OF_FSDP2, equivalence_random.make_case),
+    "fsdp2": (train_fsdp2, equivalence_cases.ALL + MORE_OF_FSDP2, equivalence_random.make_case),
     "fsdp1": (train_fsdp1, flat_settings.CASES + MORE_OF_FSDP1, flat_random.make_case),
     "ddp": (train_ddp, DDP, None),
 }
@@ -457,7 +464,7 @@ def main() -> None:
             train(case)
             done += 1
         except Exception as error:
-            failed.append(f"{case.name}: {type(error).__name__}: {str(error)[:200]}")
+            failed.append(f"failed {case.name}: {type(error).__name__}: {str(error)[:200]}")
         torch.cuda.synchronize()
         gc.collect()
     print(f"trained {done}", *failed, sep="\n", flush=True)

@@ -3,6 +3,7 @@
 
 #include <map>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -105,7 +106,9 @@ class Graph {
     for (Block& block : blocks_) {
       if (block.begin != event.address || block.to != static_cast<std::size_t>(-1)) continue;
       block.to = event_;
-      known_.push_back(learned_[Thread(event.thread)]);
+      Past known = learned_[Thread(event.thread)];
+      for (const int freed : block.frees) Merge(known, known_[static_cast<std::size_t>(freed)]);
+      known_.push_back(std::move(known));
       for (std::int64_t byte = block.begin; byte < block.end; ++byte) {
         freed_bytes_[byte] = static_cast<int>(known_.size()) - 1;
       }

@@ -216,6 +216,17 @@ TEST(Races, TheNextOwnerMayBeAnotherBlockInAnotherRun) {
   EXPECT_EQ(scene().Free(0).Kinds(), Kinds{});
 }
 
+// Its memory may be handed out again before anybody has touched it.
+TEST(Races, WhatABlockWasHeldForIsOverForEveryLaterOwner) {
+  const auto scene = [] {
+    return Scene().Allocate(0, 0).Write(0, 0).Record(0, 0).Wait(1, 0).Read(1, 0).Free(0);
+  };
+  const auto held = [&] { return scene().Add(BlockHeld{0, 1, 0}).Allocate(0, 0).Free(0); };
+  EXPECT_EQ(held().Allocate(0, 0).Write(0, 0).Kinds(), Kinds{});
+  EXPECT_EQ(held().Allocate(0, 64).Write(0, 64).Kinds(), Kinds{});
+  EXPECT_EQ(scene().Allocate(0, 0).Free(0).Allocate(0, 0).Write(0, 0).Kinds(), Kinds{RaceKind::kReused});
+}
+
 TEST(Races, TheHostReadsWhatADeviceStillWrites) {
   const auto scene = [] {
     return Scene()

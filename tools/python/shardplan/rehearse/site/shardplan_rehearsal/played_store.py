@@ -92,6 +92,10 @@ def make(rank: int, world: int) -> object:
         def set_timeout(self, timeout: object) -> None:
             pass
 
+        def clone(self) -> object:
+            """It has no connection: threads may share it."""
+            return self
+
         def _find(self, key: str) -> bytes | None:
             if key in self._values:
                 return self._values[key]
