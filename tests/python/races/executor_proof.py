@@ -52,8 +52,8 @@ class Recorded:
         told = {"result": {"torch": version("torch"), "rank": 0, "world_size": self.ranks}}
         recording.write(str(document), kept, told, types.SimpleNamespace(name="device in software"), ["suite"])
         os.environ.setdefault("SHARDPLAN_PROGRAMS", str(build_folder() / "bin"))
-        code, output, errors = recording.prove(str(document))
-        return Proof(code, output.replace(f"{document}: ", "") + errors)
+        proof = recording.prove(str(document))
+        return Proof(proof.code, f"{proof.text}\n{proof.wrong}")
 
 
 def record(
