@@ -168,7 +168,8 @@ TOKENS = {
     "validation_7b_12gpu_tp4_compiled": (5587.1, 32768), "validation_7b_32gpu_fsdp_compiled": (9293.2, 65536),
     "validation_70b_32gpu_tp4_compiled": (555.3, 8192), "packed_e8_unpacked": (6065.1, 16384),
     "packed_e8_packed": (6371.5, 16384), "ep_deferred_b2_full": (443.8, 4096), "ep_deferred_b8_full": (656.2, 4096),
-    "ep_wrapped_b12_full": (843.8, 6144),
+    "ep_wrapped_b12_full": (843.8, 6144), "validation_13b_32gpu_tp4_pp2": (1642.3, 8192),
+    "validation_29b_32gpu_tp4_pp2": (709.0, 4096), "validation_70b_32gpu_tp4_pp4": (238.8, 1024),
 }  # fmt: skip
 CLUSTER = "h200_64_nodes_of_4"  # theirs: four H200 a node, NDR between
 

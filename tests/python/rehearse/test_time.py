@@ -92,7 +92,7 @@ def test_stages_of_a_pipeline_are_joined(tmp_path):
     stages, micro_batches = 2, 4
     report, trace, page = tmp_path / "report.json", tmp_path / "kineto.json", tmp_path / "page.html"
     words = ["--gpus", 2 * stages, "--no-history", "--cluster", CLUSTER, "--report", report, "--kineto", trace]
-    words += ["--timeline", page]
+    words += ["--step-html", page]
     script = ["torchrun", "--nproc_per_node", 4, ROOT / "examples" / "rehearse" / "pipeline.py", stages, micro_batches]
     done = rehearse(*words, "--", *script)
     assert done.returncode == 0, done.stdout + done.stderr

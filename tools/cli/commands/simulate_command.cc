@@ -245,9 +245,10 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
       "Examples: shardplan simulate plan.json --timeline t.json --html r.html\n"
       "          shardplan simulate fsdp1.json fsdp2.json\n"
       "          shardplan simulate recording.json.gz --cluster h100_sxm --kineto step.json.gz\n"
+      "          shardplan simulate stage0.json.gz stage1.json.gz --cluster h100_sxm\n"
       "Exit code: 1 when a plan does not verify, or does not fit into the budget or the device's memory.");
   auto options = std::make_shared<SimulateArguments>();
-  command->add_option("PLAN", options->plans, "One or several plans, or a recording (with --cluster)")
+  command->add_option("PLAN", options->plans, "One or several plans; or recordings of ranks of one job, which are joined (with --cluster)")
       ->required();
   AddFile(*command, "--cluster", options->cluster,
           "Costs from this cluster (a file, a shipped one, or a device) instead of the plan's own");

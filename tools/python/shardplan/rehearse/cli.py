@@ -123,10 +123,10 @@ def parser() -> argparse.ArgumentParser:
         help="with --cluster: write the step as torch.profiler would, for Perfetto (FILE.gz: compressed)",
     )
     result.add_argument(
-        "--timeline",
+        "--step-html",
         type=file_name,
         metavar="FILE",
-        help="with --cluster: write a page with the step's timeline, of all stages of a pipeline",
+        help="with --cluster: write a page with the timeline of the step, of all stages of a pipeline",
     )
     result.add_argument(
         "--tokens",
@@ -183,8 +183,8 @@ def main() -> int:
             "what to rehearse is missing: the command that starts the training goes behind --, as in shardplan "
             "rehearse --gpus 64 -- torchrun train.py"
         )
-    if (options.kineto or options.timeline or options.tokens) and not options.cluster:
-        parser().error("--kineto, --timeline and --tokens are of a step's time: give --cluster")
+    if (options.kineto or options.step_html or options.tokens) and not options.cluster:
+        parser().error("--kineto, --step-html and --tokens are of a step's time: give --cluster")
     if options.show and not options.races:
         parser().error("--show shows a race that is proved: give --races")
     if options.gpus is not None and options.rank >= options.gpus:
@@ -208,7 +208,7 @@ def _fail(code: int, message: str) -> int:
 def _check_outputs(options: argparse.Namespace, command: list[str]) -> None:
     """Before any work: every output can be written, and is no input and no other output."""
     inputs = [word for word in [options.cluster, options.routing, *command] if word and os.path.isfile(word)]
-    outputs = (options.report, options.snapshot, options.html, options.record, options.kineto, options.timeline)
+    outputs = (options.report, options.snapshot, options.html, options.record, options.kineto, options.step_html)
     written = [path for path in outputs if path]
     for i, path in enumerate(written):
         files.check_output(path, inputs)
@@ -274,7 +274,7 @@ def _recorded(
     if options.cluster:
         try:
             paths = [path, *stages.beside(options.rank, outcome)]
-            pictures = {"--kineto": options.kineto, "--html": options.timeline}
+            pictures = {"--kineto": options.kineto, "--html": options.step_html}
             time = recording.time_of(paths, device, options.tokens, pictures, outcome.folder)
             print("\n" + time.text, flush=True)
             if stages.rows:
