@@ -38,6 +38,10 @@ void AppendText(std::string& to, std::string_view text) {
 }
 
 RecordedLine::RecordedLine(std::string_view tag) : text_("[") { AppendText(text_, tag); }
+RecordedLine& RecordedLine::Append(const RecordedLine& fields) {
+  text_ += fields.text_;
+  return *this;
+}
 RecordedLine& RecordedLine::Number(std::int64_t number) {
   text_ += ',';
   text_ += std::to_string(number);

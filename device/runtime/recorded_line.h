@@ -18,6 +18,8 @@ void AppendText(std::string& to, std::string_view text);
 class RecordedLine {
  public:
   explicit RecordedLine(std::string_view tag);
+  RecordedLine() = default;  // fields that another line ends with
+  RecordedLine& Append(const RecordedLine& fields);
   RecordedLine& Number(std::int64_t number);
   RecordedLine& Truth(bool truth);
   RecordedLine& Text(std::string_view text);

@@ -183,28 +183,57 @@ RecordedLine Recorder::Begun(std::string_view tag) {
   return line;
 }
 
+// [Note: graphs that are recorded] A capture does nothing: what it takes is issued whenever the graph is
+// launched, on the launch's stream, one after the other. Branches that run beside each other in the graph
+// count as ordered.
+void Recorder::Issue(std::string_view tag, const Stream& stream, RecordedLine fields) {
+  const int place = Place();
+  if (const unsigned long long capture = stream.capture; capture != 0) {
+    const std::lock_guard lock(mutex_);
+    captured_[capture].push_back({std::string(tag), place, std::move(fields)});
+    return;
+  }
+  RecordedLine line(tag);
+  Write(std::move(line.Number(ThreadId()).Number(place).Number(IdOf(stream)).Append(fields)));
+}
+
+bool Recorder::GraphLaunched(unsigned long long graph, const Stream& on) {
+  std::vector<Captured> works;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = captured_.find(graph);
+    if (found == captured_.end()) return false;
+    works = found->second;
+  }
+  for (const Captured& work : works) {
+    RecordedLine line(work.tag);
+    Write(std::move(line.Number(ThreadId()).Number(work.place).Number(IdOf(on)).Append(work.fields)));
+  }
+  return true;
+}
+
 void Recorder::Kernel(const Stream& stream, std::string_view name, bool known,
                       std::span<const RecordedTensor> reads, std::span<const RecordedTensor> writes) {
-  RecordedLine line = Begun(known ? "kernel" : "launch");
-  line.Number(IdOf(stream)).Text(name);
-  if (known) line.Tensors(reads).Tensors(writes);
-  Write(std::move(line));
+  RecordedLine fields;
+  fields.Text(name);
+  if (known) fields.Tensors(reads).Tensors(writes);
+  Issue(known ? "kernel" : "launch", stream, std::move(fields));
 }
 
 void Recorder::Copy(const Stream& stream, std::string_view direction, std::size_t bytes,
                     std::span<const RecordedTensor> reads, std::span<const RecordedTensor> writes) {
-  RecordedLine line = Begun("copy");
-  line.Number(IdOf(stream)).Text(direction).Number(static_cast<std::int64_t>(bytes));
-  Write(std::move(line.Tensors(reads).Tensors(writes)));
+  RecordedLine fields;
+  fields.Text(direction).Number(static_cast<std::int64_t>(bytes)).Tensors(reads).Tensors(writes);
+  Issue("copy", stream, std::move(fields));
 }
 
 void Recorder::Memset(const Stream& stream, std::span<const RecordedTensor> writes) {
-  RecordedLine line = Begun("memset");
-  Write(std::move(line.Number(IdOf(stream)).Tensors(writes)));
+  RecordedLine fields;
+  fields.Tensors(writes);
+  Issue("memset", stream, std::move(fields));
 }
 
 void Recorder::Communicate(const Stream& stream, const Collective& collective) {
-  RecordedLine line = Begun("collective");
   int communicator = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -219,11 +248,13 @@ void Recorder::Communicate(const Stream& stream, const Collective& collective) {
       (void)std::fwrite(described.data(), 1, described.size(), file_);
     }
   }
-  line.Number(IdOf(stream)).Text(collective.kind).Number(communicator).Text(collective.dtype);
-  line.Number(static_cast<std::int64_t>(collective.bytes))
+  RecordedLine fields;
+  fields.Text(collective.kind).Number(communicator).Text(collective.dtype);
+  fields.Number(static_cast<std::int64_t>(collective.bytes))
       .Tensors(collective.reads)
       .Tensors(collective.writes);
-  Write(std::move(line.Number(collective.peer).Number(collective.batch)));
+  fields.Number(collective.peer).Number(collective.batch);
+  Issue("collective", stream, std::move(fields));
 }
 
 void Recorder::EventRecorded(Event& event, const Stream& stream, const void* caller) {
@@ -235,13 +266,17 @@ void Recorder::EventRecorded(Event& event, const Stream& stream, const void* cal
     return Write(std::move(line));
   }
   here.freed = 0;
+  if (stream.capture != 0) {
+    event.recording = -1;  // a part of the graph
+    return;
+  }
   event.recording = NextRecord();
   RecordedLine line = Begun("record");
   Write(std::move(line.Number(IdOf(stream)).Number(event.recording)));
 }
 
 void Recorder::StreamWaits(const Stream& stream, const Event& event) {
-  if (event.recording < 0) return;
+  if (event.recording < 0 || stream.capture != 0) return;
   RecordedLine line = Begun("wait");
   Write(std::move(line.Number(IdOf(stream)).Number(event.recording)));
 }
@@ -276,6 +311,7 @@ void Recorder::HostWaitsForDevice(int device, const void* caller) {
 }
 
 void Recorder::Join(const Stream& earlier, const Stream& later) {
+  if (earlier.capture != 0 || later.capture != 0) return;
   const std::int64_t number = NextRecord();
   RecordedLine record = Begun("record");
   Write(std::move(record.Number(IdOf(earlier)).Number(number)));

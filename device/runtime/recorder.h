@@ -46,6 +46,8 @@ class Recorder {
   void Copy(const Stream& stream, std::string_view direction, std::size_t bytes,
             std::span<const RecordedTensor> reads, std::span<const RecordedTensor> writes);
   void Memset(const Stream& stream, std::span<const RecordedTensor> writes);
+  // False: nothing is known of the graph.
+  bool GraphLaunched(unsigned long long graph, const Stream& on);
   struct Collective {
     std::string_view kind;
     const void* communicator = nullptr;
@@ -91,7 +93,14 @@ class Recorder {
   explicit Recorder(std::FILE* file) : file_(file) {}
   int ThreadId();
   int IdOf(const Stream& stream);
+  struct Captured {
+    std::string tag;
+    int place = -1;
+    RecordedLine fields;  // behind the stream
+  };
+
   void Write(RecordedLine line);
+  void Issue(std::string_view tag, const Stream& stream, RecordedLine fields);
   // The tag, the thread and the place: what every event begins with.
   RecordedLine Begun(std::string_view tag);
   int IdOfPlace(std::vector<PythonFrame> frames, std::string_view module, std::string_view node, int forward);
@@ -109,6 +118,7 @@ class Recorder {
   std::map<const Stream*, int> streams_;
   std::map<const void*, int> communicators_;
   std::map<PlaceKey, int> places_;
+  std::map<unsigned long long, std::vector<Captured>> captured_;  // by capture
   std::atomic<int> next_batch_ = 0;
 };
 

@@ -233,10 +233,12 @@ cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cuda
   *count = 0;
   return Answer(cudaSuccess);
 }
-cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t stream) {
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
   const std::shared_ptr<Stream> on = StreamOf(stream);
   if (on == nullptr) return Answer(cudaErrorInvalidResourceHandle);
-  NoteLaunch(*on, "graph");
+  Recorder* recorder = Recorder::Get();
+  const auto capture = reinterpret_cast<unsigned long long>(graph);
+  if (recorder == nullptr || !recorder->GraphLaunched(capture, *on)) NoteLaunch(*on, "graph");
   (void)EnqueueData(on, "graph", {});
   return Answer(cudaSuccess);
 }

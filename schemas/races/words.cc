@@ -48,6 +48,10 @@ bool IsOfLibrary(std::string_view file) {
          file.find("/dist-packages/") != std::string_view::npos ||
          file.find("/lib/python") != std::string_view::npos;
 }
+// The rehearsal itself calls what the program calls.
+bool IsOfRehearsal(std::string_view file) {
+  return file.starts_with('<') || file.find("/shardplan_rehearsal/") != std::string_view::npos;
+}
 bool IsOfTorch(std::string_view file) { return file.find("/torch/") != std::string_view::npos; }
 
 std::string ShortFile(std::string_view file) {
@@ -72,9 +76,9 @@ std::string LinesOf(const std::vector<RecordedFrame>& frames) {
   const auto first_not_of = [&](auto is) {
     return std::ranges::find_if(frames, [&](const RecordedFrame& frame) { return !is(frame.file); });
   };
-  add(std::ranges::find_if(frames, [](const RecordedFrame& f) { return !f.file.starts_with('<'); }));
-  add(first_not_of([](std::string_view file) { return IsOfTorch(file) || file.starts_with('<'); }));
-  add(first_not_of(IsOfLibrary));
+  add(first_not_of(IsOfRehearsal));
+  add(first_not_of([](std::string_view file) { return IsOfTorch(file) || IsOfRehearsal(file); }));
+  add(first_not_of([](std::string_view file) { return IsOfLibrary(file) || IsOfRehearsal(file); }));
   std::string text;
   for (const RecordedFrame* frame : chosen) text += (text.empty() ? "" : " < ") + FrameText(*frame);
   return text;

@@ -187,6 +187,18 @@ TEST(JoinedRecordings, ACollectiveOfStagesIsOneForAll) {
   EXPECT_EQ((*simulated)[0].report.communication_ns, (*simulated)[1].report.communication_ns);
 }
 
+TEST(JoinedRecordings, OtherCollectivesOfStagesAreAnError) {
+  Job job(2);
+  for (Recording& recording : job.recordings) {
+    const CollectiveKind kind = recording.rank == 0 ? CollectiveKind::kAllReduce : CollectiveKind::kAllGather;
+    recording.events.push_back(
+        IssuedCollective{.thread = 0, .stream = 0, .kind = kind, .communicator = 0, .size_bytes = {2}});
+  }
+  const auto simulated = job.Simulate();
+  ASSERT_FALSE(simulated.has_value());
+  EXPECT_EQ(simulated.error().message, "collective 0 of ranks 0 and 1 is not the same");
+}
+
 TEST(JoinedRecordings, OneRankAloneDoesNotWait) {
   Job job(2);
   job.Compute(0, 2);
@@ -196,6 +208,9 @@ TEST(JoinedRecordings, OneRankAloneDoesNotWait) {
   const auto alone = SimulateRecording(job.recordings[1], cluster);
   ASSERT_TRUE(alone.has_value()) << ToString(alone.error());
   EXPECT_EQ(alone->report.step_ns.value, 100);
+  ASSERT_FALSE(alone->remarks.empty());
+  EXPECT_EQ(alone->remarks.front(),
+            "rank 1 exchanges messages with rank 0, not recorded here: nobody is waited for");
 }
 
 // Rings, as of context parallelism: all ranks do the same, and one stands for those that are not there.
@@ -228,6 +243,12 @@ TEST(JoinedRecordings, WhatDoesNotMatchIsAnError) {
   Job fewer = job;
   fewer.recordings[2].events.clear();
   EXPECT_EQ(said(fewer), "rank 1 sends rank 2 other messages than that receives");
+  Job smaller = job;
+  std::get<IssuedCollective>(smaller.recordings[2].events.front()).size_bytes = {4};
+  EXPECT_EQ(said(smaller), "message 0 from rank 1 to rank 2 is not what is received");
+  Job unknown = job;
+  unknown.recordings[1].communicators.front().ranks.clear();
+  EXPECT_EQ(said(unknown), "rank 1 has messages in communicator 0, whose ranks are not known");
   Job crossed(2);
   crossed.Message(0, 1, 10);
   crossed.Message(1, 0, 10);

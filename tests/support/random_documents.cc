@@ -439,6 +439,7 @@ Strategy RandomStrategy(std::uint64_t seed) {
 }
 Recording RandomRecording(std::uint64_t seed) {
   Recording recording = Random<Recording>(seed);
+  recording.rank %= recording.world_size;
   for (std::size_t i = 0; i < recording.places.size(); ++i) {
     RecordedId& forward = recording.places[i].forward;
     forward = i == 0 || forward < 0 ? -1 : forward % static_cast<RecordedId>(i);
@@ -450,7 +451,12 @@ Recording RandomRecording(std::uint64_t seed) {
   }
   for (RecordedCommunicator& communicator : recording.communicators) {
     communicator.rank %= communicator.size;
-    if (std::ssize(communicator.ranks) != communicator.size) communicator.ranks.clear();
+    communicator.ranks.clear();
+    const bool is_world = communicator.size == recording.world_size && communicator.size < 100;
+    for (std::int64_t rank = 0; is_world && rank < communicator.size; ++rank) {
+      communicator.ranks.push_back(rank);
+    }
+    if (is_world) communicator.rank = recording.rank;
   }
   std::int64_t records = 0;
   for (RecordingEvent& any : recording.events) {
@@ -466,6 +472,7 @@ Recording RandomRecording(std::uint64_t seed) {
           if constexpr (requires { event.reads; }) repair(event.reads);
           if constexpr (requires { event.writes; }) repair(event.writes);
           if constexpr (std::is_same_v<Event, IssuedRecord>) event.event = records++;
+          if constexpr (std::is_same_v<Event, PhaseEnded>) event.phase = event.step > 0 ? "forward" : "setup";
           if constexpr (std::is_same_v<Event, IssuedCollective>) {
             const std::int64_t size =
                 recording.communicators[static_cast<std::size_t>(event.communicator)].size;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
+#include <string_view>
 #include <unordered_set>
 #include <variant>
 
@@ -15,6 +17,28 @@ namespace shardplan {
 template const JsonObjectType& JsonObjectTypeOf<Recording>();
 
 namespace {
+
+// Each once, of the job, and this one in its place.
+Status CheckRanks(const Recording& recording, const RecordedCommunicator& communicator, std::size_t number) {
+  std::unordered_set<std::int64_t> seen;
+  for (std::size_t r = 0; r < communicator.ranks.size(); ++r) {
+    const std::int64_t rank = communicator.ranks[r];
+    const std::string at = fmt::format("/communicators/{}/ranks/{}", number, r);
+    if (rank < 0 || rank >= recording.world_size) {
+      return MakeInputError(at, "no rank of the job", fmt::format("{}", rank),
+                            fmt::format("0 to {}", recording.world_size - 1));
+    }
+    if (!seen.insert(rank).second) {
+      return MakeInputError(at, "a rank that the communicator has twice", fmt::format("{}", rank),
+                            "each once");
+    }
+    if (static_cast<std::int64_t>(r) == communicator.rank && rank != recording.rank) {
+      return MakeInputError(at, "it is not the recording's rank, which has this place",
+                            fmt::format("{}", rank), fmt::format("{}", recording.rank));
+    }
+  }
+  return {};
+}
 
 Status CheckPlaces(const Recording& recording) {
   for (std::size_t i = 0; i < recording.places.size(); ++i) {
@@ -42,6 +66,11 @@ Status CheckPlaces(const Recording& recording) {
                             fmt::format("{}", communicator.ranks.size()),
                             fmt::format("{}", communicator.size));
     }
+    if (Status bad = CheckRanks(recording, communicator, i); !bad) return bad;
+  }
+  if (recording.rank >= recording.world_size) {
+    return MakeInputError("/rank", "a rank that the job does not have", fmt::format("{}", recording.rank),
+                          fmt::format("below {}", recording.world_size));
   }
   return {};
 }
@@ -91,6 +120,13 @@ Status CheckEvents(const Recording& recording) {
               return MakeInputError(fmt::format("/events/{}", i),
                                     "it waits for an event that nobody recorded",
                                     fmt::format("{}", event.event), "the number of a \"record\" before it");
+            }
+          }
+          if constexpr (std::is_same_v<Event, PhaseEnded>) {
+            constexpr std::array<std::string_view, 4> kPhases = {"setup", "forward", "backward", "optimizer"};
+            if (std::ranges::find(kPhases, event.phase) == kPhases.end()) {
+              return MakeInputError(fmt::format("/events/{}", i), "unknown phase", event.phase,
+                                    "setup, forward, backward or optimizer");
             }
           }
           if constexpr (std::is_same_v<Event, IssuedCollective>) {

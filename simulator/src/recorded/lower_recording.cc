@@ -154,6 +154,9 @@ class Lowering {
             instruction.duration_ns);
     }
     if (kernel.flops > 0) {
+      const std::vector<ComputeRate>& rates = cluster_.device.matmul;
+      if (std::ranges::find(rates, event.dtype, &ComputeRate::dtype) == rates.end())
+        lowered_.program.dtypes_without_rate.insert(std::string(Name(event.dtype)));
       const bool again = step_.phases.back() == Phase::kBackward && IsInForward(recording_, kernel.place);
       (again ? lowered_.recomputed_flops : lowered_.flops)[event.dtype] += kernel.flops;
     }

@@ -16,6 +16,30 @@ namespace {
 // A communicator for all its ranks: these, and how many of the same it comes after.
 using GroupKey = std::pair<std::vector<std::int64_t>, std::int32_t>;
 
+std::unexpected<Error> BadInput(std::string message, std::string found, std::string expected) {
+  return std::unexpected(
+      Error{ErrorCode::kBadInput, std::move(message), "", "", std::move(found), std::move(expected)});
+}
+
+const IssuedCollective& EventOf(const Recording& recording, const CollectivePart& part) {
+  return std::get<IssuedCollective>(recording.events[static_cast<std::size_t>(part.event)]);
+}
+
+// Bytes that an instruction sends less those that it receives.
+std::map<std::int32_t, std::int64_t> SurplusOf(const Recording& recording, const LoweredRecording& lowered) {
+  std::map<std::int32_t, std::int64_t> surplus;
+  for (const CollectivePart& part : lowered.parts) {
+    const IssuedCollective& issued = EventOf(recording, part);
+    if (issued.kind == CollectiveKind::kSend) surplus[part.instruction] += issued.size_bytes.value;
+    if (issued.kind == CollectiveKind::kReceive) surplus[part.instruction] -= issued.size_bytes.value;
+  }
+  return surplus;
+}
+
+std::string Described(const IssuedCollective& issued) {
+  return fmt::format("{} of {} bytes of {}", Name(issued.kind), issued.size_bytes.value, Name(issued.dtype));
+}
+
 class Matching {
  public:
   Matching(const std::vector<const Recording*>& recordings, const std::vector<LoweredRecording>& lowered)
@@ -23,16 +47,7 @@ class Matching {
 
   Result<std::vector<Meeting>> Run() {
     for (std::size_t r = 0; r < recordings_.size(); ++r) {
-      const Recording& recording = *recordings_[r];
-      if (recording.world_size != recordings_.front()->world_size) {
-        return BadInput(fmt::format("the recording of rank {} is of another job", recording.rank),
-                        fmt::format("{} ranks", recording.world_size),
-                        fmt::format("{}", recordings_.front()->world_size));
-      }
-      if (!index_of_.try_emplace(recording.rank, static_cast<std::int32_t>(r)).second) {
-        return BadInput("two recordings are of one rank", fmt::format("rank {}", recording.rank),
-                        "one of each rank");
-      }
+      index_of_[recordings_[r]->rank] = static_cast<std::int32_t>(r);
     }
     for (std::size_t r = 0; r < recordings_.size(); ++r) {
       if (Status added = AddRank(static_cast<std::int32_t>(r)); !added) return std::unexpected(added.error());
@@ -47,15 +62,11 @@ class Matching {
   struct Part {
     Meeting::Member member;
     Nanoseconds duration_ns;
+    const IssuedCollective* issued = nullptr;
   };
   struct Direction {
     std::vector<Part> sends, receives;
   };
-
-  static std::unexpected<Error> BadInput(std::string message, std::string found, std::string expected) {
-    return std::unexpected(
-        Error{ErrorCode::kBadInput, std::move(message), "", "", std::move(found), std::move(expected)});
-  }
 
   std::int64_t RankOf(std::int32_t index) const { return recordings_[static_cast<std::size_t>(index)]->rank; }
 
@@ -70,32 +81,22 @@ class Matching {
     return keys;
   }
 
-  // Bytes that an instruction sends less those that it receives.
-  std::map<std::int32_t, std::int64_t> SurplusOf(std::int32_t r) const {
-    std::map<std::int32_t, std::int64_t> surplus;
-    for (const CollectivePart& part : lowered_[static_cast<std::size_t>(r)].parts) {
-      const IssuedCollective& issued = EventOf(r, part);
-      if (issued.kind == CollectiveKind::kSend) surplus[part.instruction] += issued.size_bytes.value;
-      if (issued.kind == CollectiveKind::kReceive) surplus[part.instruction] -= issued.size_bytes.value;
-    }
-    return surplus;
-  }
-
-  const IssuedCollective& EventOf(std::int32_t r, const CollectivePart& part) const {
-    return std::get<IssuedCollective>(
-        recordings_[static_cast<std::size_t>(r)]->events[static_cast<std::size_t>(part.event)]);
-  }
-
   Status AddRank(std::int32_t r) {
     const Recording& recording = *recordings_[static_cast<std::size_t>(r)];
     const std::vector<GroupKey> keys = KeysOf(recording);
-    const std::map<std::int32_t, std::int64_t> surplus = SurplusOf(r);
+    const std::map<std::int32_t, std::int64_t> surplus =
+        SurplusOf(recording, lowered_[static_cast<std::size_t>(r)]);
     for (const CollectivePart& part : lowered_[static_cast<std::size_t>(r)].parts) {
-      const IssuedCollective& issued = EventOf(r, part);
+      const IssuedCollective& issued = EventOf(recording, part);
       const auto c = static_cast<std::size_t>(issued.communicator);
       const RecordedCommunicator& communicator = recording.communicators[c];
-      const Part mine = {{r, part.instruction}, part.duration_ns};
-      if (communicator.ranks.empty()) continue;
+      const Part mine = {{r, part.instruction}, part.duration_ns, &issued};
+      if (communicator.ranks.empty()) {
+        if (recordings_.size() == 1 || issued.peer < 0) continue;
+        return BadInput(fmt::format("rank {} has messages in communicator {}, whose ranks are not known",
+                                    recording.rank, issued.communicator),
+                        "", fmt::format("/communicators/{}/ranks", issued.communicator));
+      }
       if (issued.peer < 0) {
         collectives_[keys[c]][r].push_back(mine);
         continue;
@@ -127,6 +128,12 @@ class Matching {
       }
       for (std::size_t i = 0; i < direction.sends.size(); ++i) {
         const Part &sent = direction.sends[i], &received = direction.receives[i];
+        if (sent.issued->size_bytes != received.issued->size_bytes ||
+            sent.issued->dtype != received.issued->dtype) {
+          return BadInput(fmt::format("message {} from rank {} to rank {} is not what is received", i,
+                                      std::get<1>(key), std::get<2>(key)),
+                          Described(*received.issued), Described(*sent.issued));
+        }
         meetings.push_back(
             {{sent.member, received.member}, std::max(sent.duration_ns, received.duration_ns)});
       }
@@ -152,7 +159,13 @@ class Matching {
       }
       for (std::size_t i = 0; i < count; ++i) {
         Meeting meeting;
+        const IssuedCollective& first = *by_rank.begin()->second[i].issued;
         for (const auto& [rank, parts] : by_rank) {
+          if (Described(*parts[i].issued) != Described(first)) {
+            return BadInput(fmt::format("collective {} of ranks {} and {} is not the same", i,
+                                        RankOf(by_rank.begin()->first), RankOf(rank)),
+                            Described(*parts[i].issued), Described(first));
+          }
           meeting.members.push_back(parts[i].member);
           meeting.duration_ns = std::max(meeting.duration_ns, parts[i].duration_ns);
         }
@@ -170,6 +183,35 @@ class Matching {
 };
 
 }  // namespace
+
+Status CheckOneJob(const std::vector<const Recording*>& recordings) {
+  std::set<std::int64_t> ranks;
+  for (const Recording* recording : recordings) {
+    if (recording->world_size != recordings.front()->world_size) {
+      return BadInput(fmt::format("the recording of rank {} is of another job", recording->rank),
+                      fmt::format("{} ranks", recording->world_size),
+                      fmt::format("{}", recordings.front()->world_size));
+    }
+    if (!ranks.insert(recording->rank).second) {
+      return BadInput("two recordings are of one rank", fmt::format("rank {}", recording->rank),
+                      "one of each rank");
+    }
+  }
+  return {};
+}
+
+std::vector<std::int64_t> AbsentPartners(const Recording& recording, const LoweredRecording& lowered) {
+  const std::map<std::int32_t, std::int64_t> surplus = SurplusOf(recording, lowered);
+  std::set<std::int64_t> partners;
+  for (const CollectivePart& part : lowered.parts) {
+    const IssuedCollective& issued = EventOf(recording, part);
+    const RecordedCommunicator& communicator =
+        recording.communicators[static_cast<std::size_t>(issued.communicator)];
+    if (issued.peer >= 0 && !communicator.ranks.empty() && surplus.at(part.instruction) != 0)
+      partners.insert(communicator.ranks[static_cast<std::size_t>(issued.peer)]);
+  }
+  return {partners.begin(), partners.end()};
+}
 
 Result<std::vector<Meeting>> MeetingsOf(const std::vector<const Recording*>& recordings,
                                         const std::vector<LoweredRecording>& lowered) {

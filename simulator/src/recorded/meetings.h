@@ -23,10 +23,16 @@ struct Meeting {
   Nanoseconds duration_ns;      // alone
 };
 
-// The meetings of lowered steps. kBadInput: the recordings are of several jobs, or two of one rank. A rank
-// has a message with one whose recording is not there, and its kernel does not move as many bytes in the
-// other direction. Two ranks do not issue as many.
+// kBadInput: the recordings are of several jobs, or two of one rank.
+Status CheckOneJob(const std::vector<const Recording*>& recordings);
+
+// The meetings of lowered steps of one job. kBadInput: a rank has a message with one whose recording is not
+// there, and its kernel does not move as many bytes in the other direction. Or two ranks do not issue the
+// same.
 Result<std::vector<Meeting>> MeetingsOf(const std::vector<const Recording*>& recordings,
                                         const std::vector<LoweredRecording>& lowered);
+
+// Ranks that the rank has such messages with.
+std::vector<std::int64_t> AbsentPartners(const Recording& recording, const LoweredRecording& lowered);
 
 }  // namespace shardplan::internal

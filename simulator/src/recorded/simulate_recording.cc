@@ -81,6 +81,28 @@ std::string OtherReleases(const Recording& recording, const Cluster& cluster) {
                                     Printable(own));
 }
 
+std::vector<std::string> RemarksOn(const Recording& recording, const Cluster& cluster,
+                                   const LoweredRecording& lowered, bool is_alone) {
+  std::vector<std::string> remarks;
+  const std::vector<std::int64_t> absent = internal::AbsentPartners(recording, lowered);
+  if (is_alone && !absent.empty()) {
+    remarks.push_back(
+        fmt::format("rank {} exchanges messages with rank{} {}, not recorded here: nobody is waited for",
+                    recording.rank, absent.size() > 1 ? "s" : "", fmt::join(absent, ", ")));
+  }
+  for (const std::string& dtype : lowered.program.dtypes_without_rate) {
+    remarks.push_back(fmt::format("the cluster has no matrix rate for {}: its vector rate was used", dtype));
+  }
+  if (lowered.flops.contains(DType::kFloat32) || lowered.recomputed_flops.contains(DType::kFloat32)) {
+    remarks.push_back(
+        "products of float32 have the rate of TF32, which torch uses where the program allows it");
+  }
+  if (std::string releases = OtherReleases(recording, cluster); !releases.empty()) {
+    remarks.push_back(std::move(releases));
+  }
+  return remarks;
+}
+
 void FillNotes(const LoweredRecording& lowered, const Cluster& cluster, std::int32_t step,
                const std::string& ranks, Report& report) {
   report.notes.push_back(step > 0 ? fmt::format("step {} of the recording", step)
@@ -170,6 +192,7 @@ Error NeverEnds(Error error, const std::vector<const Recording*>& recordings,
                 const std::vector<LoweredRecording>& lowered) {
   std::size_t rank = 0, instruction = 0;
   if (std::sscanf(error.pointer.c_str(), "/%zu/code/%zu", &rank, &instruction) != 2) return error;
+  error.code = ErrorCode::kBadInput;
   error.message = fmt::format("the step of rank {} never ends: this waits for ever", recordings[rank]->rank);
   error.pointer = fmt::format("/events/{}", lowered[rank].events[instruction]);
   return error;
@@ -207,6 +230,7 @@ Result<RecordingSimulation> SimulateRecording(const Recording& recording, const 
 Result<std::vector<RecordingSimulation>> SimulateRecordings(const std::vector<const Recording*>& recordings,
                                                             const Cluster& cluster,
                                                             const RecordingOptions& options) {
+  if (Status alike = internal::CheckOneJob(recordings); !alike) return std::unexpected(alike.error());
   const std::unique_ptr<CostModel> costs = MakeCostModel(cluster);
   std::vector<LoweredRecording> lowered;
   std::vector<std::int32_t> steps;
@@ -245,8 +269,8 @@ Result<std::vector<RecordingSimulation>> SimulateRecordings(const std::vector<co
     simulation.report =
         ReportOf(*recordings[r], cluster, lowered[r], (*joined)[r].result, *synchronized, job);
     FillNotes(lowered[r], cluster, steps[r], others, simulation.report);
-    simulation.other_releases = OtherReleases(*recordings[r], cluster);
-    if (!simulation.other_releases.empty()) simulation.report.notes.push_back(simulation.other_releases);
+    simulation.remarks = RemarksOn(*recordings[r], cluster, lowered[r], recordings.size() == 1);
+    for (const std::string& remark : simulation.remarks) simulation.report.notes.push_back(remark);
     const EngineTimeline& timeline = (*joined)[r].timeline;
     for (const EngineSpan& span : timeline.spans) {
       const auto i = static_cast<std::size_t>(span.instruction);
@@ -320,7 +344,7 @@ std::string RecordedTimeText(const std::vector<RecordingSimulation>& simulations
                         static_cast<double>(collective.full_tensor_bytes.value) / 1e9, ms(collective.busy_ns),
                         ms(collective.exposed_ns), collective.cost_source);
   }
-  if (!simulation.other_releases.empty()) text += fmt::format("{}\n", simulation.other_releases);
+  for (const std::string& remark : simulation.remarks) text += remark + "\n";
   if (simulations.size() > 1) text += "\n" + RanksText(simulations);
   return text;
 }

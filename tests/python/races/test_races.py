@@ -140,6 +140,11 @@ def test_a_recording_is_proved_later(recording):
     assert "1 race (" in done.stdout
 
 
+def communicate(document, ranks):
+    document.update(world_size=2)
+    document["communicators"].append({"size": 2, "rank": 0, "ranks": ranks})
+
+
 def message_to_nobody(document):
     document["communicators"].append({"size": 2, "rank": 0})
     last = len(document["communicators"]) - 1
@@ -155,10 +160,14 @@ def message_to_nobody(document):
         (lambda d: d["events"].append(["dance", 0]), "unknown kind"),
         (message_to_nobody, "a receive say with whom, and nothing else does (found 5, expected 0 to 1)"),
         (lambda d: d["places"].append({"frames": [], "forward": len(d["places"])}), "a forward that comes later"),
+        (lambda d: d["events"].append(["phase", "forwrd", 1]), "unknown phase (found forwrd, expected setup, forward"),
+        (lambda d: communicate(d, [0, 0]), "a rank that the communicator has twice (found 0, expected each once)"),
+        (lambda d: communicate(d, [0, 9]), "no rank of the job (found 9, expected 0 to 1)"),
+        (lambda d: communicate(d, [1, 0]), "not the recording's rank, which has this place (found 1, expected 0)"),
     ],
     ids=[
         "an event that nobody recorded", "another version", "no such stream", "no such kind", "no such peer",
-        "a later forward",
+        "a later forward", "no such phase", "a rank twice", "a rank of no job", "another rank's place",
     ],
 )  # fmt: skip
 def test_a_wrong_recording_is_told_by_its_place(recording, tmp_path, change, said):

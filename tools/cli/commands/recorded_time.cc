@@ -42,11 +42,10 @@ Status SimulateRecorded(const std::vector<const Recording*>& recordings,
     const std::string report = ToJson(simulations.front().report);
     if (Status s = WriteAndSay(arguments.report, report, arguments.quiet); !s) return s;
   }
-  if (!arguments.kineto.empty()) {
+  for (const std::string& path : arguments.kineto) {
     const std::string trace = KinetoTrace(recordings, simulations, time->cluster);
-    const std::string bytes = arguments.kineto.ends_with(".gz") ? Gzip(trace) : trace;
-    if (Status s = WriteAndSay(arguments.kineto, bytes, arguments.quiet, "open it at ui.perfetto.dev"); !s)
-      return s;
+    const std::string bytes = path.ends_with(".gz") ? Gzip(trace) : trace;
+    if (Status s = WriteAndSay(path, bytes, arguments.quiet, "open it at ui.perfetto.dev"); !s) return s;
   }
   if (!arguments.html.empty()) {
     if (Status s = WriteAndSay(arguments.html, RecordedHtml(recordings, simulations), arguments.quiet); !s)

@@ -17,7 +17,8 @@ struct RecordedTimeArguments {
   std::vector<std::string> paths;  // of the recordings, for errors
   std::string cluster;             // a file, a shipped one, or a device
   std::int64_t tokens = 0;
-  std::string report, kineto, html;  // files; "": none
+  std::string report, html;         // files; "": none
+  std::vector<std::string> kineto;  // files, each the same
   bool quiet = false;
   bool prints = true;
 };

@@ -141,11 +141,14 @@ Status RunRecordings(const SimulateArguments& options, const std::vector<Recordi
         ErrorCode::kUsage,
         "a recording is simulated with --cluster, --tokens, --report, --timeline, --kineto and --html alone");
   }
-  const std::string& trace = options.kineto.empty() ? options.timeline : options.kineto;
+  std::vector<std::string> traces;
+  for (const std::string& path : {options.timeline, options.kineto}) {
+    if (!path.empty()) traces.push_back(path);
+  }
   std::vector<const Recording*> ranks;
   for (const Recording& recording : recordings) ranks.push_back(&recording);
-  return SimulateRecorded(ranks, {options.plans, options.cluster, options.tokens, options.report, trace,
-                                  options.html, options.quiet, prints});
+  return SimulateRecorded(ranks, {options.plans, options.cluster, options.tokens, options.report,
+                                  options.html, traces, options.quiet, prints});
 }
 
 Status RunSimulate(const SimulateArguments& options, bool& fits) {
@@ -248,7 +251,10 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
       "          shardplan simulate stage0.json.gz stage1.json.gz --cluster h100_sxm\n"
       "Exit code: 1 when a plan does not verify, or does not fit into the budget or the device's memory.");
   auto options = std::make_shared<SimulateArguments>();
-  command->add_option("PLAN", options->plans, "One or several plans; or recordings of ranks of one job, which are joined (with --cluster)")
+  command
+      ->add_option(
+          "PLAN", options->plans,
+          "One or several plans; or recordings of ranks of one job, which are joined (with --cluster)")
       ->required();
   AddFile(*command, "--cluster", options->cluster,
           "Costs from this cluster (a file, a shipped one, or a device) instead of the plan's own");
@@ -257,7 +263,7 @@ void AddSimulateCommand(CLI::App& app, Invocation& invocation) {
       ->add_option(
           "--tokens", options->tokens,
           "Of a recording: tokens of one step of the whole job (default: what its embedding looks up)")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 53));
   AddFile(*command, "--timeline", options->timeline, "Write a timeline that Perfetto opens");
   AddFile(*command, "--kineto", options->kineto,
           "Write the step as torch.profiler would (gzip where it ends in .gz): for Perfetto, HTA, TraceLens");

@@ -38,9 +38,9 @@ struct RecordingSimulation {
   Nanoseconds end_ns;     // when this rank is done
   std::int32_t step = 0;  // which was simulated: the last whole one; 0: all, where no step ended
   std::vector<RecordedSpan> spans;
-  // Figures of the cluster that were measured with another minor release of torch than the job's, as a line;
-  // "": none is known.
-  std::string other_releases;
+  // Lines for people. They name figures of the cluster that were measured with another minor release of torch
+  // than the job's, ranks that are waited for and not there, and dtypes without a rate.
+  std::vector<std::string> remarks;
 };
 
 // The last whole step of the recording from an idle machine: kernels by the cost model, collectives by group

@@ -35,8 +35,8 @@ examples:
   shardplan rehearse --device-memory 40GB --snapshot rank0.pickle -- python train.py
   shardplan rehearse --gpus 256 --steps 0 --report measured.json -- bash run.sh
 
-exit codes: 0 done, 1 out of memory, 2 usage, 3 bad input (the script ended before a step), 4 environment (no torch, \
-no device); another error of the script: its own exit code"""
+exit codes: 0 done, 1 out of memory or a race, 2 usage, 3 bad input (the script ended before a step), 4 environment \
+(no torch, no device); another error of the script: its own exit code"""
 
 
 def _count(words: str) -> int:
@@ -282,6 +282,8 @@ def _recorded(
             timed = time.report
         except recording.NoTime as error:
             complain("shardplan rehearse", f"no time: {printable_name(str(error))}")
+            if options.kineto or options.step_html:  # which were asked for, and are not there
+                return _EXIT_BAD_INPUT, None
     if not options.races:
         return 0, timed
     proof = recording.prove(path)
