@@ -27,5 +27,6 @@ for layer, shard in enumerate(shards):
     torch.cuda.current_stream().wait_stream(comm)
     state = state * pool[layer % 2]
     read[layer % 2].record()
-print("state", state.sum().item())
+if dist.get_rank() == 0:
+    print("state", state.sum().item())
 dist.destroy_process_group()

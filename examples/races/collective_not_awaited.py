@@ -19,5 +19,6 @@ for _ in range(3):
         work.wait()
     gradient.clamp_(max=1.0)
     work.wait()
-print("gradient", gradient.sum().item())
+if dist.get_rank() == 0:
+    print("gradient", gradient.sum().item())
 dist.destroy_process_group()

@@ -72,7 +72,7 @@ def test_every_output_of_every_command_is_tried():
             ):
                 found.add(f"{command} {flag.group(1)}")
     # Each run imports torch: tests/python/rehearse, tests/python/races, tests/python/titan.
-    found -= {f"rehearse --{what}" for what in ("report", "html", "snapshot", "record", "kineto")}
+    found -= {f"rehearse --{what}" for what in ("report", "html", "snapshot", "record", "kineto", "step-html")}
     found -= {"torchtitan --report"}
     # import-profile writes it (test_self_profile.py).
     assert found == {writer.name for writer in WRITERS} | ({"run --profile"} if "run --profile" in found else set())
