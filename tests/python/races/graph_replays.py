@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step in a CUDA graph, as torch's documentation has it: graph_replays.py [early], which fills the next input before the
-replay has read the last one."""
+"""A step in a CUDA graph, as torch's documentation has it: graph_replays.py [early], which fills the next input before
+the replay has read the last one."""
 
 import sys
 
