@@ -173,6 +173,22 @@ TEST(JoinedRecordings, APipelineOfForwardsIsFilledAndDrained) {
             (kRanks - 1) * (kLaunchNs + 11) + (kMicroBatches - 1) * (kLaunchNs + 22) + kLaunchNs);
 }
 
+// The last rank is met through a kernel with messages of two peers alone.
+TEST(JoinedRecordings, AllRanksThatMessagesConnectAreOnePipeline) {
+  Job job(3);
+  job.PassOn(0, 1, 2, 10, 10);
+  IssuedKernel lookup{.thread = 0, .stream = 0, .name = "triton_poi_fused_embedding_0"};
+  lookup.reads = {{.address = 4096, .dtype = DType::kFloat32, .shape = {100, 8}},
+                  {.address = 8192, .dtype = DType::kInt64, .shape = {60}}};
+  job.recordings[0].events.insert(job.recordings[0].events.begin(), lookup);
+  for (Recording& recording : job.recordings) recording.world_size = 6;  // two pipelines
+  const auto simulated = job.Simulate();
+  ASSERT_TRUE(simulated.has_value()) << ToString(simulated.error());
+  const Report& report = simulated->front().report;
+  const std::int64_t tokens_per_second = 2 * 60 * 1'000'000'000LL / report.step_ns.value;
+  EXPECT_EQ(report.tokens_per_second_per_rank, tokens_per_second / 6);
+}
+
 TEST(JoinedRecordings, ACollectiveOfStagesIsOneForAll) {
   Job job(2);
   job.Compute(1, 5);

@@ -12,6 +12,30 @@
 
 namespace shardplan::internal {
 
+// The activity of the device while an instruction with work runs.
+inline DeviceActivity ActivityOf(const EngineStep& step, const EngineInstruction& instruction) {
+  switch (instruction.work) {
+    case WorkClass::kCompute:
+      switch (step.phases[instruction.phase]) {
+        case Phase::kForward:
+          return DeviceActivity::kForward;
+        case Phase::kBackward:
+          return DeviceActivity::kBackward;
+        case Phase::kOptimizer:
+          return DeviceActivity::kOptimizer;
+      }
+      break;
+    case WorkClass::kCopy:
+      return DeviceActivity::kCopies;
+    case WorkClass::kCollective:
+      return shardplan::ActivityOf(step.groups[static_cast<std::size_t>(instruction.operand)].kind);
+    case WorkClass::kToHost:
+    case WorkClass::kToDevice:
+      return DeviceActivity::kHostLink;
+  }
+  return DeviceActivity::kIdle;
+}
+
 class StepAccount {
  public:
   // timeline: null where nobody wants one. activities: as RunOptions.
@@ -44,7 +68,6 @@ class StepAccount {
     return step_.code[static_cast<std::size_t>(stream.head)];
   }
   void BeginSpan(std::size_t s, StreamState& stream, std::int64_t start_ns);
-  DeviceActivity ActivityOf(const StreamState& stream) const;
   void PassActivity(const std::vector<StreamState>& streams, std::int64_t elapsed_ns);
 
   const EngineProgram& program_;
@@ -122,37 +145,12 @@ inline void StepAccount::PassActivity(const std::vector<StreamState>& streams, s
   DeviceActivity activity = DeviceActivity::kIdle;
   for (const StreamState& stream : streams) {
     if (stream.status != StreamStatus::kActive) continue;
-    activity = std::min(activity, ActivityOf(stream));
+    activity = std::min(activity, ActivityOf(step_, HeadOf(stream)));
     if (stream.work != WorkClass::kCompute) continue;
     const Phase phase = step_.phases[HeadOf(stream).phase];
     result_.compute_busy_ns[static_cast<std::size_t>(phase)].value += elapsed_ns;
   }
   result_.activity_ns[static_cast<std::size_t>(activity)].value += elapsed_ns;
-}
-
-// The activity of a stream that runs something.
-inline DeviceActivity StepAccount::ActivityOf(const StreamState& stream) const {
-  const EngineInstruction& head = HeadOf(stream);
-  switch (stream.work) {
-    case WorkClass::kCompute:
-      switch (step_.phases[head.phase]) {
-        case Phase::kForward:
-          return DeviceActivity::kForward;
-        case Phase::kBackward:
-          return DeviceActivity::kBackward;
-        case Phase::kOptimizer:
-          return DeviceActivity::kOptimizer;
-      }
-      break;
-    case WorkClass::kCopy:
-      return DeviceActivity::kCopies;
-    case WorkClass::kCollective:
-      return shardplan::ActivityOf(step_.groups[static_cast<std::size_t>(head.operand)].kind);
-    case WorkClass::kToHost:
-    case WorkClass::kToDevice:
-      return DeviceActivity::kHostLink;
-  }
-  return DeviceActivity::kIdle;
 }
 
 inline void StepAccount::Begin(std::size_t s, StreamState& stream, std::int64_t start_ns) {

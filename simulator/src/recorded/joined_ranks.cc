@@ -32,14 +32,16 @@ class JoinedRun final : public Joins {
     }
   }
 
-  Result<std::vector<JoinedRank>> Run() {
+  Result<std::vector<JoinedRank>> Run(const std::vector<const Recording*>& recordings,
+                                      const std::vector<LoweredRecording>& lowered) {
     clock_.Run([this](std::int32_t meeting, std::int64_t time_ns) {
       if (under_way_[Index(meeting)].finish_ns == time_ns) End(meeting, time_ns);
     });
     for (std::int32_t r = 0; r < clock_.size(); ++r) {
       if (const std::int32_t stuck = clock_.Runner(r).StuckAt(); stuck >= 0) {
-        return std::unexpected(Error{ErrorCode::kNegative, "the step never ends: this waits for ever", "",
-                                     fmt::format("/{}/code/{}", r, stuck), "", ""});
+        return MakeInputError(
+            fmt::format("/events/{}", lowered[Index(r)].events[Index(stuck)]),
+            fmt::format("the step of rank {} never ends: this waits for ever", recordings[Index(r)]->rank));
       }
       ranks_[Index(r)].result = clock_.Runner(r).TakeResult();
     }
@@ -143,9 +145,10 @@ class JoinedRun final : public Joins {
 
 }  // namespace
 
-Result<std::vector<JoinedRank>> RunJoined(const std::vector<LoweredRecording>& lowered,
+Result<std::vector<JoinedRank>> RunJoined(const std::vector<const Recording*>& recordings,
+                                          const std::vector<LoweredRecording>& lowered,
                                           const std::vector<Meeting>& meetings) {
-  return JoinedRun(lowered, meetings).Run();
+  return JoinedRun(lowered, meetings).Run(recordings, lowered);
 }
 
 }  // namespace shardplan::internal

@@ -17,8 +17,9 @@ struct JoinedRank {
   EngineTimeline timeline;
 };
 
-// kNegative: a rank never ends; `pointer` is "/RANK/code/INSTRUCTION", by index.
-Result<std::vector<JoinedRank>> RunJoined(const std::vector<LoweredRecording>& lowered,
+// kBadInput: a rank never ends; `pointer` is that of the event that waits for ever.
+Result<std::vector<JoinedRank>> RunJoined(const std::vector<const Recording*>& recordings,
+                                          const std::vector<LoweredRecording>& lowered,
                                           const std::vector<Meeting>& meetings);
 
 }  // namespace shardplan::internal

@@ -36,6 +36,10 @@ std::map<std::int32_t, std::int64_t> SurplusOf(const Recording& recording, const
   return surplus;
 }
 
+bool MovesTheSame(const IssuedCollective& a, const IssuedCollective& b) {
+  return a.size_bytes == b.size_bytes && a.dtype == b.dtype;
+}
+
 std::string Described(const IssuedCollective& issued) {
   return fmt::format("{} of {} bytes of {}", Name(issued.kind), issued.size_bytes.value, Name(issued.dtype));
 }
@@ -128,14 +132,14 @@ class Matching {
       }
       for (std::size_t i = 0; i < direction.sends.size(); ++i) {
         const Part &sent = direction.sends[i], &received = direction.receives[i];
-        if (sent.issued->size_bytes != received.issued->size_bytes ||
-            sent.issued->dtype != received.issued->dtype) {
+        if (!MovesTheSame(*sent.issued, *received.issued)) {
           return BadInput(fmt::format("message {} from rank {} to rank {} is not what is received", i,
                                       std::get<1>(key), std::get<2>(key)),
                           Described(*received.issued), Described(*sent.issued));
         }
-        meetings.push_back(
-            {{sent.member, received.member}, std::max(sent.duration_ns, received.duration_ns)});
+        meetings.push_back({{sent.member, received.member},
+                            std::max(sent.duration_ns, received.duration_ns),
+                            /*is_message=*/true});
       }
     }
     return {};
@@ -161,7 +165,7 @@ class Matching {
         Meeting meeting;
         const IssuedCollective& first = *by_rank.begin()->second[i].issued;
         for (const auto& [rank, parts] : by_rank) {
-          if (Described(*parts[i].issued) != Described(first)) {
+          if (parts[i].issued->kind != first.kind || !MovesTheSame(*parts[i].issued, first)) {
             return BadInput(fmt::format("collective {} of ranks {} and {} is not the same", i,
                                         RankOf(by_rank.begin()->first), RankOf(rank)),
                             Described(*parts[i].issued), Described(first));

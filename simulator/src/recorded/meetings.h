@@ -21,6 +21,7 @@ struct Meeting {
   };
   std::vector<Member> members;  // two or more
   Nanoseconds duration_ns;      // alone
+  bool is_message = false;      // of two ranks, the sender first
 };
 
 // kBadInput: the recordings are of several jobs, or two of one rank.

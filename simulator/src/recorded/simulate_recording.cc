@@ -5,7 +5,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <memory>
 #include <set>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "cost/fixed_log.h"
+#include "engine/step_account.h"
 #include "recorded/joined_ranks.h"
 #include "recorded/lower_recording.h"
 #include "recorded/meetings.h"
@@ -91,7 +91,7 @@ std::vector<std::string> RemarksOn(const Recording& recording, const Cluster& cl
                     recording.rank, absent.size() > 1 ? "s" : "", fmt::join(absent, ", ")));
   }
   for (const std::string& dtype : lowered.program.dtypes_without_rate) {
-    remarks.push_back(fmt::format("the cluster has no matrix rate for {}: its vector rate was used", dtype));
+    remarks.push_back(internal::WithoutRateText(dtype));
   }
   if (lowered.flops.contains(DType::kFloat32) || lowered.recomputed_flops.contains(DType::kFloat32)) {
     remarks.push_back(
@@ -171,51 +171,18 @@ JobWork WorkOf(const std::vector<const Recording*>& recordings, const std::vecto
   return job;
 }
 
-DeviceActivity ActivityOf(const EngineStep& step, std::size_t instruction) {
-  const EngineInstruction& code = step.code[instruction];
-  switch (code.work) {
-    case WorkClass::kCompute:
-      return static_cast<DeviceActivity>(step.phases[code.phase]);
-    case WorkClass::kCopy:
-      return DeviceActivity::kCopies;
-    case WorkClass::kCollective:
-      return shardplan::ActivityOf(step.groups[static_cast<std::size_t>(code.operand)].kind);
-    case WorkClass::kToHost:
-    case WorkClass::kToDevice:
-      return DeviceActivity::kHostLink;
-  }
-  return DeviceActivity::kIdle;
-}
-
-// The recording's event, in place of the engine's instruction.
-Error NeverEnds(Error error, const std::vector<const Recording*>& recordings,
-                const std::vector<LoweredRecording>& lowered) {
-  std::size_t rank = 0, instruction = 0;
-  if (std::sscanf(error.pointer.c_str(), "/%zu/code/%zu", &rank, &instruction) != 2) return error;
-  error.code = ErrorCode::kBadInput;
-  error.message = fmt::format("the step of rank {} never ends: this waits for ever", recordings[rank]->rank);
-  error.pointer = fmt::format("/events/{}", lowered[rank].events[instruction]);
-  return error;
-}
-
-// Ranks that messages connect with the first.
-std::int64_t RanksOfAPipeline(std::size_t ranks, const std::vector<Meeting>& meetings,
-                              const std::vector<LoweredRecording>& lowered) {
+// Ranks that messages connect with the first; 1: none.
+std::int64_t RanksOfAPipeline(const std::vector<Meeting>& meetings) {
   std::set<std::int32_t> reached = {0};
   for (std::size_t before = 0; before != reached.size();) {
     before = reached.size();
     for (const Meeting& meeting : meetings) {
-      const Meeting::Member& a = meeting.members.front();
-      const EngineStep& step = lowered[static_cast<std::size_t>(a.rank)].program.steps.front();
-      const EngineInstruction& code = step.code[static_cast<std::size_t>(a.instruction)];
-      const CollectiveKind kind = step.groups[static_cast<std::size_t>(code.operand)].kind;
-      const bool is_message = kind == CollectiveKind::kSend || kind == CollectiveKind::kReceive;
-      if (!is_message || meeting.members.size() != 2) continue;
-      if (reached.contains(a.rank)) reached.insert(meeting.members.back().rank);
-      if (reached.contains(meeting.members.back().rank)) reached.insert(a.rank);
+      if (!meeting.is_message) continue;
+      const std::int32_t a = meeting.members.front().rank, b = meeting.members.back().rank;
+      if (reached.contains(a) || reached.contains(b)) reached.insert({a, b});
     }
   }
-  return ranks == 1 ? 1 : std::ssize(reached);
+  return std::ssize(reached);
 }
 
 }  // namespace
@@ -248,9 +215,10 @@ Result<std::vector<RecordingSimulation>> SimulateRecordings(const std::vector<co
   }
   const Result<std::vector<Meeting>> meetings = internal::MeetingsOf(recordings, lowered);
   if (!meetings) return std::unexpected(meetings.error());
-  const Result<std::vector<internal::JoinedRank>> joined = internal::RunJoined(lowered, *meetings);
-  if (!joined) return std::unexpected(NeverEnds(joined.error(), recordings, lowered));
-  const std::int64_t pipeline = RanksOfAPipeline(recordings.size(), *meetings, lowered);
+  const Result<std::vector<internal::JoinedRank>> joined =
+      internal::RunJoined(recordings, lowered, *meetings);
+  if (!joined) return std::unexpected(joined.error());
+  const std::int64_t pipeline = RanksOfAPipeline(*meetings);
   const JobWork job = WorkOf(recordings, lowered, *joined, pipeline, cluster, options);
   const std::string others =
       recordings.size() == 1
@@ -272,13 +240,14 @@ Result<std::vector<RecordingSimulation>> SimulateRecordings(const std::vector<co
     simulation.remarks = RemarksOn(*recordings[r], cluster, lowered[r], recordings.size() == 1);
     for (const std::string& remark : simulation.remarks) simulation.report.notes.push_back(remark);
     const EngineTimeline& timeline = (*joined)[r].timeline;
+    const EngineStep& step = lowered[r].program.steps.front();
     for (const EngineSpan& span : timeline.spans) {
       const auto i = static_cast<std::size_t>(span.instruction);
       const RecordedId stream =
           span.stream < 0 ? -1 : lowered[r].streams[static_cast<std::size_t>(span.stream)];
       simulation.spans.push_back({stream, lowered[r].events[i], span.start_ns, span.end_ns,
                                   span.stream < 0 ? Nanoseconds{} : timeline.issued_ns[i],
-                                  ActivityOf(lowered[r].program.steps.front(), i)});
+                                  internal::ActivityOf(step, step.code[i])});
     }
     simulations.push_back(std::move(simulation));
   }

@@ -206,8 +206,7 @@ void FillNotes(const Plan& plan, const Cluster& cluster, const EngineProgram& pr
       "operators: {} by roofline with the efficiency curve of {}, {} measured", program.modelled_operators,
       cluster.device.name.empty() ? cluster.name : cluster.device.name, program.measured_operators));
   for (const std::string& dtype : program.dtypes_without_rate) {
-    report.notes.push_back(
-        fmt::format("the cluster has no matrix rate for {}: its vector rate was used", dtype));
+    report.notes.push_back(WithoutRateText(dtype));
   }
   report.notes.push_back(
       "every step begins with an idle device, as in a loop that reads its loss every step; one rank stands "
@@ -325,6 +324,10 @@ ModelFlops CountModelFlops(const Plan& plan, const Cluster& cluster, const Engin
   for (const auto& [dtype, count] : by_dtype) flops.flops += count;
   flops.peak_ns = AtPeak(by_dtype, cluster).value;
   return flops;
+}
+
+std::string WithoutRateText(const std::string& dtype) {
+  return fmt::format("the cluster has no matrix rate for {}: its vector rate was used", dtype);
 }
 
 void FillTimes(const EngineStep& step, const EngineResult& result, const EngineResult& synchronized,

@@ -26,6 +26,8 @@ void FillTimes(const EngineStep& step, const EngineResult& result, const EngineR
 // The collectives of the step, sorted. name_of: a communicator's.
 void FillCollectives(const EngineStep& step, const EngineResult& result,
                      const std::function<std::string(CommunicatorId)>& name_of, Report& report);
+// The line that says so, of EngineProgram::dtypes_without_rate.
+std::string WithoutRateText(const std::string& dtype);
 // The time that matrix work takes at the peak rates of its dtypes. 0: the cluster has none.
 Nanoseconds AtPeak(const std::map<DType, std::int64_t>& flops, const Cluster& cluster);
 

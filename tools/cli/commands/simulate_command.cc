@@ -168,12 +168,14 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
   for (const std::string& path : options.plans) {
     Result<std::variant<Plan, Recording>> read = ReadVerifiedPlanOrRecording(path, options.no_verify);
     if (!read) return std::unexpected(read.error());
-    if (auto* recording = std::get_if<Recording>(&*read)) recordings.push_back(std::move(*recording));
-    if (!recordings.empty()) {
-      if (recordings.size() == options.plans.size()) return RunRecordings(options, recordings, prints);
-      if (recordings.size() == static_cast<std::size_t>(&path - options.plans.data()) + 1) continue;
+    auto* recording = std::get_if<Recording>(&*read);
+    if (recording != nullptr ? !plans.empty() : !recordings.empty()) {
       return MakeError(ErrorCode::kUsage,
                        fmt::format("{}: recordings and plans are not simulated together", Printable(path)));
+    }
+    if (recording != nullptr) {
+      recordings.push_back(std::move(*recording));
+      continue;
     }
     if (options.plans.size() > 1 &&
         !(options.report.empty() && options.timeline.empty() && options.kineto.empty())) {
@@ -219,6 +221,7 @@ Status RunSimulate(const SimulateArguments& options, bool& fits) {
     plans.push_back(std::move(*plan));
     simulations.push_back(std::move(*simulation));
   }
+  if (!recordings.empty()) return RunRecordings(options, recordings, prints);
   if (plans.size() == 1) {
     if (Status written = WriteSingle(options, plans[0], simulations[0]); !written) return written;
   }

@@ -87,6 +87,26 @@ def with_links(folder: Path, scratch: Path) -> Path:
     return linked
 
 
+def environment_on(device: Device, devices: int, mode: str, library_folder: Path) -> dict[str, str]:
+    """Variables of a process that runs on the device in software, so many of them (docs/internals/device.md). mode:
+    "null", "serial"."""
+    return {
+        "LD_PRELOAD": first(library_folder / _LIBRARY, os.environ.get("LD_PRELOAD")),
+        "LD_LIBRARY_PATH": first(library_folder, os.environ.get("LD_LIBRARY_PATH")),
+        "SHARDPLAN_DEVICE_MODE": mode,
+        "SHARDPLAN_DEVICE_BYTES": str(device.memory_bytes),
+        "SHARDPLAN_DEVICE_COUNT": str(devices),
+        "SHARDPLAN_DEVICE_NAME": device.cuda_name,
+        "SHARDPLAN_DEVICE_CAPABILITY": device.capability,
+        "SHARDPLAN_DEVICE_MULTIPROCESSORS": str(device.multiprocessors),
+    }
+
+
+def first(path: Path, rest: str | None) -> str:
+    """A list of paths, as of PATH, that begins with this one."""
+    return ":".join(filter(None, [str(path), rest]))
+
+
 def device_of(cluster: str, gpus: int | None, memory_bytes: int | None) -> Device:
     """cluster: a file, a shipped document or a device, as --cluster of the other commands. memory_bytes: in place of
     the cluster's. Raises BadCluster, NoCommand."""

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .device import Device
+from .device import Device, environment_on, first
 
 RECORDED = "recorded"  # in the folder of a run
 _SITE = Path(__file__).resolve().parent / "site"
@@ -61,9 +61,7 @@ class Purpose:
         return self.until is None
 
 
-def environment_of(
-    asked: Asked, rank: int, folder: Path, messages: Path, purpose: Purpose
-) -> dict[str, str]:
+def environment_of(asked: Asked, rank: int, folder: Path, messages: Path, purpose: Purpose) -> dict[str, str]:
     per_node = min(asked.gpus_per_node or _GPUS_PER_NODE, asked.gpus or 1 << 20)
     run = {
         "folder": str(folder),
@@ -90,25 +88,14 @@ def environment_of(
     environment.setdefault("WANDB_MODE", "disabled")
     return {
         **environment,
-        "LD_PRELOAD": _first(asked.library_folder / "libshardplan_device.so", environment.get("LD_PRELOAD")),
-        "LD_LIBRARY_PATH": _first(asked.library_folder, environment.get("LD_LIBRARY_PATH")),
-        "PYTHONPATH": _first(_SITE, environment.get("PYTHONPATH")),
-        "SHARDPLAN_DEVICE_MODE": "null",
-        "SHARDPLAN_DEVICE_BYTES": str(asked.device.memory_bytes),
-        "SHARDPLAN_DEVICE_COUNT": str(per_node),
-        "SHARDPLAN_DEVICE_NAME": asked.device.cuda_name,
-        "SHARDPLAN_DEVICE_CAPABILITY": asked.device.capability,
-        "SHARDPLAN_DEVICE_MULTIPROCESSORS": str(asked.device.multiprocessors),
+        **environment_on(asked.device, per_node, "null", asked.library_folder),
+        "PYTHONPATH": first(_SITE, environment.get("PYTHONPATH")),
         "SHARDPLAN_REHEARSE": json.dumps(run),
         # Nobody of these would find a peer.
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     }
-
-
-def _first(path: Path, rest: str | None) -> str:
-    return ":".join(filter(None, [str(path), rest]))
 
 
 class Rehearsal:

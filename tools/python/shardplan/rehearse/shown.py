@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardplan.command import printable_name
 
-from .device import Device, device_folder, with_links
+from .device import Device, device_folder, environment_on, with_links
 
 _MOST_LINES = 20
 
@@ -21,28 +21,13 @@ class CannotShow(Exception):
     """The command does not run with numbers."""
 
 
-def environment_of(device: Device, devices: int, mode: str, folder: Path) -> dict[str, str]:
-    """The environment of a process that computes on the device in software."""
-    preloaded = filter(None, [str(folder / "libshardplan_device.so"), os.environ.get("LD_PRELOAD")])
-    libraries = filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")])
-    return {
-        **os.environ,
-        "LD_PRELOAD": ":".join(preloaded),
-        "LD_LIBRARY_PATH": ":".join(libraries),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # sums do not depend on them
-        "SHARDPLAN_DEVICE_MODE": mode,
-        "SHARDPLAN_DEVICE_BYTES": str(device.memory_bytes),
-        "SHARDPLAN_DEVICE_COUNT": str(devices),
-        "SHARDPLAN_DEVICE_NAME": device.cuda_name,
-        "SHARDPLAN_DEVICE_CAPABILITY": device.capability,
-        "SHARDPLAN_DEVICE_MULTIPROCESSORS": str(device.multiprocessors),
-    }
-
-
 def _lines(device: Device, devices: int, mode: str, folder: Path, command: list[str], what: str) -> list[str]:
-    done = subprocess.run(
-        command, env=environment_of(device, devices, mode, folder), capture_output=True, check=False
-    )
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # sums do not depend on them
+        **environment_on(device, devices, mode, folder),
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
     if done.returncode != 0:
         said = (done.stderr if done.stderr.strip() else done.stdout).decode(errors="replace").splitlines()
         last = "\n".join(printable_name(line) for line in said[-8:])
