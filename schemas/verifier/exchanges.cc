@@ -80,20 +80,22 @@ void Exchanges::Expect(const Instruction& i, Stage expected, Stage next, Positio
                     plan_.exchanges[i.exchange].name, word(state.stage), word(expected)),
         std::move(chain));
   }
-  if (next == Stage::kAtOwners) state.done.assign(plan_.exchanges[i.exchange].matrices.size(), 0);
+  if (expected == Stage::kInPieces) state.done.assign(plan_.exchanges[i.exchange].matrices.size(), 0);
   state.stage = next;
   state.at = at;
 }
 
 void Exchanges::Orthogonalize(const Instruction& i, Position at) {
   Expect(i, Stage::kAtOwners, Stage::kAtOwners, at);
+  State& state = states_[i.exchange];
+  state.done.resize(plan_.exchanges[i.exchange].matrices.size());
   const Segment& segment = plan_.segments[i.segment];
   const ExchangedMatrix& matrix = plan_.exchanges[i.exchange].matrices[i.matrix];
   if (segment.phase != SegmentPhase::kOptimizer) {
     Add(Rule::kComputeOrder, at,
         fmt::format("orthogonalize runs {}, which is of the {}", segment.name, Name(segment.phase)));
   }
-  char& done = states_[i.exchange].done[i.matrix];
+  char& done = state.done[i.matrix];
   if (done != 0)
     Add(Rule::kOptimizerStep, at, fmt::format("{} is orthogonalised a second time", MatrixName(matrix)));
   done = 1;

@@ -52,17 +52,18 @@ const UnitParameter& MuonStep::ParameterOf(const Matrix& matrix) const {
       .unit.parameters[static_cast<std::size_t>(matrix.parameter)];
 }
 
-std::int64_t MuonStep::RanksOf(const Matrix& matrix) const {
+MuonStep::Ranks MuonStep::RanksOf(const Matrix& matrix) const {
   const UnitChoice& choice = partition_.units[static_cast<std::size_t>(matrix.unit)];
-  return choice.unit.shard_communicator < 0 ? 1 : choice.shard_size;
+  return {choice.unit.shard_communicator < 0 ? 1 : choice.shard_size,
+          choice.unit.replicate_communicator < 0 ? 1 : choice.replicate_size};
 }
 
-const TracedOptimizerStep* MuonStep::Traced(std::int64_t ranks, std::vector<std::int64_t> shape,
+const TracedOptimizerStep* MuonStep::Traced(Ranks ranks, const std::vector<std::int64_t>& shape,
                                             DType dtype) const {
   const Muon& muon = MuonOf(strategy_);
   for (const TracedOptimizerStep& step : trace_.optimizer_steps) {
-    const bool whole = ranks == 1;  // orthogonalised alone, whatever the momentum is
-    if (step.ranks == ranks && step.shape == shape && step.dtype == dtype && step.ns_steps == muon.ns_steps &&
+    const bool whole = ranks.shards == 1;  // orthogonalised alone, whatever the momentum is
+    if (step.ranks == ranks.shards && step.replicas == ranks.replicas && step.shape == shape && step.dtype == dtype && step.ns_steps == muon.ns_steps &&
         (whole || step.nesterov == muon.nesterov))
       return &step;
   }
@@ -92,21 +93,23 @@ Status MuonStep::CheckMatrix(const Matrix& matrix) const {
     return wrong("is cut over another dimension of the mesh: no rank of FSDP's has whole rows of it",
                  cut->mesh_dim, "a matrix that FSDP alone cuts");
   if (choice.cpu_offload) return wrong("lives in host memory, and Muon steps on the device", "cpu_offload", "none");
-  if (parameter.shard_dim != 0 && RanksOf(matrix) > 1)
+  if (parameter.shard_dim != 0 && RanksOf(matrix).shards > 1)
     return wrong("is not cut by rows", fmt::format("Shard({})", parameter.shard_dim), "Shard(0)");
-  const std::int64_t ranks = RanksOf(matrix);
+  const auto [ranks, replicas] = RanksOf(matrix);
   const std::int64_t block = rule == nullptr ? 0 : RowsOfEach(*rule, parameter);
   const std::int64_t all_rows = parameter.shape.back() == 0 ? 0 : Numel(parameter) / parameter.shape.back();
   if (rule != nullptr && rule->block_rows > 0 && (parameter.shape.size() != 2 || all_rows % block != 0))
     return wrong("does not divide into blocks of rows", fmt::format("{} rows", all_rows),
                  fmt::format("a multiple of {}", rule->block_rows));
   if (rule != nullptr && rule->owner) {
-    const std::int64_t group = ranks * (rule->over_replicas ? choice.replicate_size : 1);
+    const std::int64_t group = ranks * (rule->over_replicas ? replicas : 1);
     if (*rule->owner < 0 || *rule->owner >= group)
       return wrong("has an owner outside of the mesh", fmt::format("{}", *rule->owner),
                    fmt::format("0 to {}", group - 1));
   }
-  const std::int64_t traced_ranks = rule == nullptr ? ranks : 1;
+  const Ranks traced = rule == nullptr ? Ranks{ranks, replicas} : Ranks{};
+  const std::string traced_words =
+      traced.replicas > 1 ? fmt::format("{}x{}", traced.replicas, traced.shards) : fmt::format("{}", traced.shards);
   if (rule == nullptr && parameter.shape[0] < ranks)
     return wrong("has fewer rows than ranks, which torch.optim.Muon refuses on DTensors",
                  fmt::format("{} rows on {} ranks", parameter.shape[0], ranks), "an owner (compute: \"owned\")");
@@ -114,13 +117,13 @@ Status MuonStep::CheckMatrix(const Matrix& matrix) const {
     return wrong("has gradients of another dtype than its own", std::string(Name(*parameter.grad_dtype)),
                  std::string(Name(parameter.dtype)));
   for (const std::vector<std::int64_t>& shape : ShapesOf(matrix)) {
-    if (Traced(traced_ranks, shape, parameter.dtype) != nullptr) continue;
+    if (Traced(traced, shape, parameter.dtype) != nullptr) continue;
     return MakeInputError(
         "/optimizer/muon",
         fmt::format("the trace has no step of Muon for {}: record it with `shardplan trace --muon {}`",
-                    parameter.fqn, traced_ranks),
+                    parameter.fqn, traced_words),
         fmt::format("{} in {} on {} rank{}, {} iterations", fmt::join(shape, " x "), Name(parameter.dtype),
-                    traced_ranks, traced_ranks == 1 ? "" : "s", muon.ns_steps),
+                    traced_words, traced.shards == 1 ? "" : "s", muon.ns_steps),
         trace_.optimizer_steps.empty() ? "optimizer_steps in the trace" : "one of optimizer_steps");
   }
   return {};
@@ -167,17 +170,18 @@ void KeepOwnStorages(Segment& segment) {
 }  // namespace
 
 // `whole`: the iterations alone, as an owner runs them.
-SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, CommunicatorId communicator, bool whole) {
-  const auto [found, added] = segments_.try_emplace({&step, communicator, whole}, SegmentId{-1});
+SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, CommunicatorId shards, CommunicatorId replicas,
+                              bool whole) {
+  const auto [found, added] = segments_.try_emplace({&step, shards, replicas, whole}, SegmentId{-1});
   if (!added) return found->second;
   Segment segment{.name = fmt::format("muon {} {}{}", fmt::join(step.shape, "x"), Name(step.dtype),
                                       whole ? "" : fmt::format(" on {}", step.ranks)),
                   .phase = SegmentPhase::kOptimizer};
-  if (communicator >= 0) segment.name += " " + builder_.plan().communicators[communicator].name;
+  if (shards >= 0) segment.name += " " + builder_.plan().communicators[static_cast<std::size_t>(shards)].name;
   const auto add = [&](const std::vector<SegmentEntry>& entries) {
     for (SegmentEntry entry : entries) {
       if (auto* op = std::get_if<OperatorEvent>(&entry); op != nullptr && op->collective)
-        op->collective->communicator = communicator;
+        op->collective->communicator = op->collective->communicator == kOfShards ? shards : replicas;
       segment.entries.push_back(std::move(entry));
     }
   };
@@ -191,11 +195,11 @@ SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, CommunicatorId co
 void MuonStep::StepSharded(const Matrix& matrix) {
   const UnitParameter& parameter = ParameterOf(matrix);
   const Unit& unit = partition_.units[static_cast<std::size_t>(matrix.unit)].unit;
-  const std::int64_t ranks = RanksOf(matrix);
-  const TracedOptimizerStep* step = Traced(ranks, parameter.shape, parameter.dtype);
+  const TracedOptimizerStep* step = Traced(RanksOf(matrix), parameter.shape, parameter.dtype);
   if (step == nullptr) return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
   builder_.SetUnit(-1);
-  builder_.RunSegment(SegmentOf(*step, ranks > 1 ? unit.shard_communicator : -1, /*whole=*/false));
+  builder_.RunSegment(
+      SegmentOf(*step, unit.shard_communicator, unit.replicate_communicator, /*whole=*/false));
   builder_.SetUnit(matrix.unit);
   builder_.Emit(InstructionKind::kOptimizerStep, kCompute).parameter = matrix.parameter;
 }
@@ -258,7 +262,7 @@ std::vector<ExchangeId> MuonStep::ExchangesOf(const std::vector<Matrix>& matrice
       const MatrixRule& rule = *RuleOf(muon, parameter);
       const std::int64_t columns = ColumnsOf(parameter), all = Numel(parameter) / columns;
       const std::int64_t each = RowsOfEach(rule, parameter), rows = each == 0 ? all : each;
-      const std::int64_t shards = RanksOf(matrix);
+      const std::int64_t shards = RanksOf(matrix).shards;
       const std::int64_t chunk = (parameter.shape[0] + shards - 1) / shards * (all / parameter.shape[0]);
       for (std::int64_t first = 0; first < all; first += rows) {
         exchange.matrices.push_back({matrix.unit, matrix.parameter, first, each, rule.owner.value_or(0)});
@@ -331,9 +335,9 @@ void MuonStep::Orthogonalize(const Passage& passage) {
       builder_.plan().exchanges[static_cast<std::size_t>(passage.exchange)].matrices;
   for (std::size_t m = 0; m < matrices.size(); ++m) {
     const UnitParameter& parameter = ParameterOf({matrices[m].unit, matrices[m].parameter});
-    const TracedOptimizerStep* step = Traced(1, ShapeOf(builder_.plan(), matrices[m]), parameter.dtype);
+    const TracedOptimizerStep* step = Traced({}, ShapeOf(builder_.plan(), matrices[m]), parameter.dtype);
     if (step == nullptr) return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
-    const SegmentId segment = SegmentOf(*step, -1, /*whole=*/true);
+    const SegmentId segment = SegmentOf(*step, -1, -1, /*whole=*/true);
     Instruction& orthogonalize = builder_.Emit(InstructionKind::kOrthogonalize, kCompute);
     orthogonalize.dst = passage.whole;
     orthogonalize.exchange = passage.exchange;
@@ -385,10 +389,9 @@ void MuonStep::Step(const std::vector<Matrix>& matrices) {
   std::vector<Matrix> owned;
   for (const Matrix& matrix : matrices) {
     // One rank has every matrix whole, and nobody to exchange it with.
-    const UnitChoice& choice = partition_.units[static_cast<std::size_t>(matrix.unit)];
     const MatrixRule* rule = RuleOf(MuonOf(strategy_), ParameterOf(matrix));
-    const bool exchanged =
-        rule != nullptr && (RanksOf(matrix) > 1 || (rule->over_replicas && choice.replicate_size > 1));
+    const auto [shards, replicas] = RanksOf(matrix);
+    const bool exchanged = rule != nullptr && (shards > 1 || (rule->over_replicas && replicas > 1));
     exchanged ? owned.push_back(matrix) : StepSharded(matrix);
   }
   if (!owned.empty()) StepOwned(owned);

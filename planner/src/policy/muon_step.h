@@ -44,13 +44,18 @@ class MuonStep {
   };
 
   const UnitParameter& ParameterOf(const Matrix& matrix) const;
-  const TracedOptimizerStep* Traced(std::int64_t ranks, std::vector<std::int64_t> shape, DType dtype) const;
-  std::int64_t RanksOf(const Matrix& matrix) const;
+  struct Ranks {
+    std::int64_t shards = 1;
+    std::int64_t replicas = 1;
+  };
+  const TracedOptimizerStep* Traced(Ranks ranks, const std::vector<std::int64_t>& shape, DType dtype) const;
+  Ranks RanksOf(const Matrix& matrix) const;
   Status CheckMatrix(const Matrix& matrix) const;
   std::vector<std::vector<std::int64_t>> ShapesOf(const Matrix& matrix) const;
 
   void StepSharded(const Matrix& matrix);
-  SegmentId SegmentOf(const TracedOptimizerStep& step, CommunicatorId communicator, bool whole);
+  SegmentId SegmentOf(const TracedOptimizerStep& step, CommunicatorId shards, CommunicatorId replicas,
+                      bool whole);
 
   CommunicatorId CommunicatorOf(const Matrix& matrix, bool over_replicas);
   std::vector<ExchangeId> ExchangesOf(const std::vector<Matrix>& matrices);
@@ -67,7 +72,7 @@ class MuonStep {
   const Strategy& strategy_;
   const Partition& partition_;
   ProgramBuilder& builder_;
-  std::map<std::tuple<const TracedOptimizerStep*, CommunicatorId, bool>, SegmentId> segments_;
+  std::map<std::tuple<const TracedOptimizerStep*, CommunicatorId, CommunicatorId, bool>, SegmentId> segments_;
 };
 
 }  // namespace shardplan

@@ -14,33 +14,35 @@
 namespace shardplan {
 namespace {
 
-constexpr std::array<std::string_view, 6> kHeads = {"lm_head", "output", "head", "unembed", "embed_out",
-                                                    "proj_out"};
+constexpr std::array<std::string_view, 4> kHeads = {"lm_head", "output", "head", "unembed"};
 
-bool SaysEmbedding(std::string_view name) {
-  std::string lower(name);
-  std::ranges::transform(lower, lower.begin(), [](char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; });
-  return lower.find("embed") != std::string::npos || lower == "wte" || lower == "wpe";
-}
-
-std::string_view LastName(std::string_view fqn) {
-  const std::size_t dot = fqn.rfind('.');
-  return dot == std::string_view::npos ? fqn : fqn.substr(dot + 1);
+// A Linear that makes the logits: in no numbered block, where attention has its output.
+bool IsHead(const Module& module) {
+  std::string_view path = module.fqn;
+  const std::size_t dot = path.rfind('.');
+  const std::string_view name = dot == std::string_view::npos ? path : path.substr(dot + 1);
+  path = dot == std::string_view::npos ? std::string_view() : path.substr(0, dot);
+  bool numbered = false;
+  while (!path.empty()) {
+    const std::size_t end = std::min(path.find('.'), path.size());
+    numbered = numbered || path.substr(0, end).find_first_not_of("0123456789") == std::string_view::npos;
+    path.remove_prefix(std::min(end + 1, path.size()));
+  }
+  return !numbered && module.class_name.ends_with("Linear") && std::ranges::find(kHeads, name) != kHeads.end();
 }
 
 bool IsEmbeddingOrHead(const Module& module) {
   const auto is = [&](ModulePart part) { return std::ranges::find(module.parts, part) != module.parts.end(); };
-  const std::string_view name = LastName(module.fqn);
   return is(ModulePart::kInputEmbeddings) || is(ModulePart::kOutputEmbeddings) ||
-         SaysEmbedding(module.class_name) || SaysEmbedding(name) ||
-         std::ranges::find(kHeads, name) != kHeads.end();
+         module.class_name.ends_with("Embedding") || IsHead(module);
 }
 
-// By parameter: one of the modules that register it is an embedding or the head.
+// By parameter: one of the modules that register it is an embedding or the head, or a convolution, whose
+// kernels are no batch of matrices.
 std::vector<char> EmbeddingsAndHeads(const Trace& trace) {
   std::vector<char> found(trace.parameters.size(), 0);
   for (const Module& module : trace.modules) {
-    if (!IsEmbeddingOrHead(module)) continue;
+    if (!IsEmbeddingOrHead(module) && !module.class_name.starts_with("Conv")) continue;
     for (const NamedParameter& named : module.parameters) found[named.parameter] = 1;
   }
   return found;
@@ -145,6 +147,8 @@ Result<Strategy> WithMuonMatrices(const Trace& trace, Strategy strategy) {
   for (std::size_t p = 0; p < trace.parameters.size(); ++p) {
     const Parameter& parameter = trace.parameters[p];
     if (left_out[p] != 0 || !parameter.requires_grad || !is_matrix(parameter)) continue;
+    const bool batch = parameter.shape.size() == 3;
+    if (parameter.fqn.ends_with("bias") || (batch && std::ranges::min(parameter.shape) < 2)) continue;
     muon.matrices.push_back(parameter.fqn);
   }
   if (muon.matrices.empty())

@@ -473,7 +473,7 @@ class OptimizerStepsCheck {
 
  private:
   using Key =
-      std::tuple<OptimizerKind, std::int64_t, std::vector<std::int64_t>, DType, bool, std::int32_t>;
+      std::tuple<OptimizerKind, std::int64_t, std::int64_t, std::vector<std::int64_t>, DType, bool, std::int32_t>;
 
   Status Check(const TracedOptimizerStep& step, const std::string& pointer) {
     if (step.optimizer != OptimizerKind::kMuon)
@@ -482,11 +482,11 @@ class OptimizerStepsCheck {
     if (step.shape.size() != 2)
       return MakeInputError(pointer + "/shape", "a matrix has two dimensions",
                             fmt::format("{}", step.shape.size()), "2");
-    const Key key{step.optimizer, step.ranks, step.shape, step.dtype, step.nesterov, step.ns_steps};
+    const Key key{step.optimizer, step.ranks, step.replicas, step.shape, step.dtype, step.nesterov, step.ns_steps};
     if (!known_.insert(key).second) return MakeInputError(pointer, "the step of this matrix is there twice");
     alive_.clear();
     works_.clear();
-    ranks_ = step.ranks;
+    ranks_ = step.ranks * step.replicas;
     for (const auto& [name, entries] : {std::pair("update", &step.update),
                                         std::pair("orthogonalize", &step.orthogonalize),
                                         std::pair("apply", &step.apply)}) {
@@ -512,9 +512,10 @@ class OptimizerStepsCheck {
       return MakeInputError(at_ + "/10", "shards of parameters are not named in an optimizer's step",
                             fmt::format("{}", op.parameters.front()), "[]");
     if (!op.collective) return {};
-    if (op.collective->communicator != -1)
-      return MakeInputError(at_ + "/11/communicator", "the ranks that shard the parameter are meant",
-                            fmt::format("{}", op.collective->communicator), "-1");
+    if (op.collective->communicator >= 0)
+      return MakeInputError(at_ + "/11/communicator", "an optimizer's step is over a parameter's own ranks",
+                            fmt::format("{}", op.collective->communicator),
+                            fmt::format("{} (shards) or {} (replicas)", kOfShards, kOfReplicas));
     if (ranks_ == 1)
       return MakeInputError(at_ + "/11", "a whole matrix needs no collective",
                             std::string(Name(op.collective->kind)), "none");

@@ -153,10 +153,10 @@ template <>
 inline constexpr auto kFields<ModelCollective> = FieldList(
     Required("kind", &ModelCollective::kind, "Kind of collective."),
     Required("communicator", &ModelCollective::communicator,
-             "Communicator: index into communicators. In optimizer_steps -1: the ranks that shard the "
-             "parameter.")
+             "Communicator: index into communicators. In optimizer_steps -1: the ranks that the matrix is cut "
+             "over; -2: its replicas.")
         .Ref(RefKind::kCommunicator)
-        .OrNone(),
+        .AtLeast(kOfReplicas),
     Required("size_bytes", &ModelCollective::size_bytes,
              "The full tensor: the output of an all_gather or a gather, the input of a reduce_scatter or a "
              "scatter, what a rank sends in an all_to_all or a send."),
@@ -384,6 +384,7 @@ inline constexpr auto kFields<TracedOptimizerStep> = FieldList(
     Required("optimizer", &TracedOptimizerStep::optimizer, "Which."),
     Required("ranks", &TracedOptimizerStep::ranks, "Over which the first dimension is cut; 1: it is whole.")
         .AtLeast(1),
+    Optional("replicas", &TracedOptimizerStep::replicas, "Ranks that have the same rows (HSDP).").AtLeast(1),
     Required("shape", &TracedOptimizerStep::shape, "Of the whole matrix.").Shape(),
     Required("dtype", &TracedOptimizerStep::dtype, "Of the parameter and of its gradient."),
     Optional("nesterov", &TracedOptimizerStep::nesterov, "Nesterov momentum."),

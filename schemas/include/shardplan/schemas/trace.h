@@ -152,7 +152,7 @@ struct ExitEvent {
 // each rank has.
 struct ModelCollective {
   CollectiveKind kind = CollectiveKind::kAllReduce;
-  CommunicatorId communicator = -1;      // -1 in optimizer steps of a trace alone
+  CommunicatorId communicator = -1;      // below 0 in optimizer steps of a trace alone
   Bytes size_bytes;                      // the full tensor (CollectiveSize in collective_kinds.h)
   std::int32_t work = -1;                // asynchronous: its number in the trace; -1: waited for at once
   std::int32_t peer = -1;                // send, recv: (peer - this rank) mod size, as positions in the group
@@ -255,12 +255,15 @@ using SegmentEntry = std::variant<OperatorEvent, AllocateEvent, FreeEvent, Colle
 
 // [Note: matrix optimizers]
 // A matrix optimizer's step of one matrix that is cut along its first dimension over `ranks` ranks, as the
-// first of them runs it. DTensor decides by sizes, ranks and device which collectives it needs, so the step
-// is traced for each. Storages are its own (kOptimizerTemp); shards of parameter, gradient and states have
-// none. The communicator of a collective is -1: the ranks that shard the parameter.
+// first of them runs it. DTensor decides by sizes, ranks, replicas, device and devices of a host which
+// collectives it needs, so the step is traced for each. Storages are its own (kOptimizerTemp); shards of parameter, gradient and states have
+// none. The communicator of a collective is one of these two.
+constexpr CommunicatorId kOfShards = -1;    // the ranks that the matrix is cut over
+constexpr CommunicatorId kOfReplicas = -2;  // ... that have the same rows (HSDP)
 struct TracedOptimizerStep {
   OptimizerKind optimizer = OptimizerKind::kMuon;
   std::int64_t ranks = 1;           // 1: the whole matrix, a plain tensor
+  std::int64_t replicas = 1;        // of the ranks, by which DTensor chooses, too
   std::vector<std::int64_t> shape;  // of the whole matrix
   DType dtype = DType::kFloat32;    // of parameter and gradient
   bool nesterov = true;
