@@ -63,8 +63,8 @@ const TracedOptimizerStep* MuonStep::Traced(Ranks ranks, const std::vector<std::
   const Muon& muon = MuonOf(strategy_);
   for (const TracedOptimizerStep& step : trace_.optimizer_steps) {
     const bool whole = ranks.shards == 1;  // orthogonalised alone, whatever the momentum is
-    if (step.ranks == ranks.shards && step.replicas == ranks.replicas && step.shape == shape && step.dtype == dtype && step.ns_steps == muon.ns_steps &&
-        (whole || step.nesterov == muon.nesterov))
+    if (step.ranks == ranks.shards && step.replicas == ranks.replicas && step.shape == shape &&
+        step.dtype == dtype && step.ns_steps == muon.ns_steps && (whole || step.nesterov == muon.nesterov))
       return &step;
   }
   return nullptr;
@@ -87,12 +87,13 @@ Status MuonStep::CheckMatrix(const Matrix& matrix) const {
     return MakeInputError("/optimizer/muon", fmt::format("{} {}", parameter.fqn, what), std::move(found),
                           std::move(expected));
   };
-  const auto cut = std::ranges::find_if(
-      parameter.placements, [](const ParameterPlacement& p) { return p.dim >= 0 && p.size > 1; });
+  const auto cut = std::ranges::find_if(parameter.placements,
+                                        [](const ParameterPlacement& p) { return p.dim >= 0 && p.size > 1; });
   if (cut != parameter.placements.end() && parameter.shape.size() == 2)
     return wrong("is cut over another dimension of the mesh: no rank of FSDP's has whole rows of it",
                  cut->mesh_dim, "a matrix that FSDP alone cuts");
-  if (choice.cpu_offload) return wrong("lives in host memory, and Muon steps on the device", "cpu_offload", "none");
+  if (choice.cpu_offload)
+    return wrong("lives in host memory, and Muon steps on the device", "cpu_offload", "none");
   if (parameter.shard_dim != 0 && RanksOf(matrix).shards > 1)
     return wrong("is not cut by rows", fmt::format("Shard({})", parameter.shard_dim), "Shard(0)");
   const auto [ranks, replicas] = RanksOf(matrix);
@@ -108,11 +109,12 @@ Status MuonStep::CheckMatrix(const Matrix& matrix) const {
                    fmt::format("0 to {}", group - 1));
   }
   const Ranks traced = rule == nullptr ? Ranks{ranks, replicas} : Ranks{};
-  const std::string traced_words =
-      traced.replicas > 1 ? fmt::format("{}x{}", traced.replicas, traced.shards) : fmt::format("{}", traced.shards);
+  const std::string traced_words = traced.replicas > 1 ? fmt::format("{}x{}", traced.replicas, traced.shards)
+                                                       : fmt::format("{}", traced.shards);
   if (rule == nullptr && parameter.shape[0] < ranks)
     return wrong("has fewer rows than ranks, which torch.optim.Muon refuses on DTensors",
-                 fmt::format("{} rows on {} ranks", parameter.shape[0], ranks), "an owner (compute: \"owned\")");
+                 fmt::format("{} rows on {} ranks", parameter.shape[0], ranks),
+                 "an owner (compute: \"owned\")");
   if (parameter.grad_dtype)
     return wrong("has gradients of another dtype than its own", std::string(Name(*parameter.grad_dtype)),
                  std::string(Name(parameter.dtype)));
@@ -245,8 +247,8 @@ std::vector<ExchangeId> MuonStep::ExchangesOf(const std::vector<Matrix>& matrice
   std::map<std::tuple<std::size_t, CommunicatorId, DType>, std::vector<Matrix>> grouped;
   for (const Matrix& matrix : matrices) {
     const UnitParameter& parameter = ParameterOf(matrix);
-    grouped[{BucketOf(muon, parameter),
-             CommunicatorOf(matrix, RuleOf(muon, parameter)->over_replicas), ExchangeDType(muon, parameter)}]
+    grouped[{BucketOf(muon, parameter), CommunicatorOf(matrix, RuleOf(muon, parameter)->over_replicas),
+             ExchangeDType(muon, parameter)}]
         .push_back(matrix);
   }
   std::map<CommunicatorId, std::vector<std::int64_t>> earlier_work;
@@ -267,9 +269,16 @@ std::vector<ExchangeId> MuonStep::ExchangesOf(const std::vector<Matrix>& matrice
       for (std::int64_t first = 0; first < all; first += rows) {
         exchange.matrices.push_back({matrix.unit, matrix.parameter, first, each, rule.owner.value_or(0)});
         MatrixLoad load{NewtonSchulzWork(rows, columns, muon.ns_steps),
-                        rows * columns * SizeBytes(parameter.dtype), parameter.fqn, {}};
+                        rows * columns * SizeBytes(parameter.dtype),
+                        parameter.fqn,
+                        {}};
         if (rule.owner) {
           load.ranks = {*rule.owner};
+        } else if (muon.dist_muon && each > 0) {
+          // DistMuon gives blocks to ranks as Shard(0) would, and does not weigh them against other matrices.
+          const std::int64_t blocks = all / rows;
+          load.ranks = {static_cast<std::int32_t>(first / rows / ((blocks + shards - 1) / shards))};
+          load.work = load.bytes = 0;
         } else if (first / chunk == (first + rows - 1) / chunk) {
           // A rank has it whole already: it, or the same of another replica.
           for (std::int64_t rank = first / chunk; rank < ranks; rank += shards)
@@ -279,7 +288,8 @@ std::vector<ExchangeId> MuonStep::ExchangesOf(const std::vector<Matrix>& matrice
       }
     }
     std::vector<std::int64_t>& earlier =
-        earlier_work.try_emplace(communicator, static_cast<std::size_t>(ranks), std::int64_t{0}).first->second;
+        earlier_work.try_emplace(communicator, static_cast<std::size_t>(ranks), std::int64_t{0})
+            .first->second;
     const std::vector<std::int32_t> owners = AssignOwners(loads, earlier);
     for (std::size_t m = 0; m < owners.size(); ++m) exchange.matrices[m].owner = owners[m];
     exchanges.push_back(AddExchange(std::move(exchange)));
@@ -299,7 +309,9 @@ MuonStep::Passage MuonStep::CopyIn(ExchangeId id) {
                                .dtype = exchange.dtype,
                                .parts_bytes = {Bytes{numel * SizeBytes(exchange.dtype)}}});
   };
-  const auto event = [&](const char* what) { return builder_.Event(fmt::format("{}.{}", exchange.name, what)); };
+  const auto event = [&](const char* what) {
+    return builder_.Event(fmt::format("{}.{}", exchange.name, what));
+  };
   const Passage passage{.exchange = id,
                         .pieces = buffer(BufferRole::kUpdatePieces, layout.PiecesNumel(0)),
                         .whole = buffer(BufferRole::kUpdateWhole, layout.WholeNumel(layout.LargestOwner())),
@@ -336,7 +348,8 @@ void MuonStep::Orthogonalize(const Passage& passage) {
   for (std::size_t m = 0; m < matrices.size(); ++m) {
     const UnitParameter& parameter = ParameterOf({matrices[m].unit, matrices[m].parameter});
     const TracedOptimizerStep* step = Traced({}, ShapeOf(builder_.plan(), matrices[m]), parameter.dtype);
-    if (step == nullptr) return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
+    if (step == nullptr)
+      return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
     const SegmentId segment = SegmentOf(*step, -1, -1, /*whole=*/true);
     Instruction& orthogonalize = builder_.Emit(InstructionKind::kOrthogonalize, kCompute);
     orthogonalize.dst = passage.whole;

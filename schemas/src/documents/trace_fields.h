@@ -152,9 +152,10 @@ inline constexpr Definition kDefinition<ModelCollective> = {
 template <>
 inline constexpr auto kFields<ModelCollective> = FieldList(
     Required("kind", &ModelCollective::kind, "Kind of collective."),
-    Required("communicator", &ModelCollective::communicator,
-             "Communicator: index into communicators. In optimizer_steps -1: the ranks that the matrix is cut "
-             "over; -2: its replicas.")
+    Required(
+        "communicator", &ModelCollective::communicator,
+        "Communicator: index into communicators. In optimizer_steps -1: the ranks that the matrix is cut "
+        "over; -2: its replicas.")
         .Ref(RefKind::kCommunicator)
         .AtLeast(kOfReplicas),
     Required("size_bytes", &ModelCollective::size_bytes,

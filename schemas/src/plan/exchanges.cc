@@ -41,7 +41,8 @@ class ExchangesCheck {
       return MakeInputError(pointer + "/communicator", "an exchange has a communicator",
                             fmt::format("{}", exchange.communicator), "one of the plan's");
     if (exchange.matrices.empty())
-      return MakeInputError(pointer + "/matrices", "an exchange has a matrix", "an empty list", "its matrices");
+      return MakeInputError(pointer + "/matrices", "an exchange has a matrix", "an empty list",
+                            "its matrices");
     std::map<std::pair<UnitId, std::int32_t>, std::vector<std::pair<std::int64_t, std::int64_t>>> rows;
     for (std::size_t m = 0; m < exchange.matrices.size(); ++m) {
       const ExchangedMatrix& matrix = exchange.matrices[m];

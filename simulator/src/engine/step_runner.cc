@@ -262,6 +262,11 @@ inline bool StepRunner::StartWork(std::size_t s, StreamState& stream, const Engi
       joins_->Come(traits_.rank, s, stream.head);
       return true;
     }
+    if (const auto* begins = traits_.collectives_begin_ns;
+        begins != nullptr && (*begins)[Index(stream.head)].value > now_ns_) {
+      stream.wake_ns = (*begins)[Index(stream.head)].value;
+      return false;
+    }
   }
   Begin(s, stream);
   Activate(stream, instruction, instruction.duration_ns.value);

@@ -256,8 +256,8 @@ using SegmentEntry = std::variant<OperatorEvent, AllocateEvent, FreeEvent, Colle
 // [Note: matrix optimizers]
 // A matrix optimizer's step of one matrix that is cut along its first dimension over `ranks` ranks, as the
 // first of them runs it. DTensor decides by sizes, ranks, replicas, device and devices of a host which
-// collectives it needs, so the step is traced for each. Storages are its own (kOptimizerTemp); shards of parameter, gradient and states have
-// none. The communicator of a collective is one of these two.
+// collectives it needs, so the step is traced for each. Storages are its own (kOptimizerTemp); shards of
+// parameter, gradient and states have none. The communicator of a collective is one of these two.
 constexpr CommunicatorId kOfShards = -1;    // the ranks that the matrix is cut over
 constexpr CommunicatorId kOfReplicas = -2;  // ... that have the same rows (HSDP)
 struct TracedOptimizerStep {
