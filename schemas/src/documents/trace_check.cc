@@ -515,9 +515,10 @@ class OptimizerStepsCheck {
                             fmt::format("{}", op.parameters.front()), "[]");
     if (!op.collective) return {};
     if (op.collective->communicator >= 0)
-      return MakeInputError(at_ + "/11/communicator", "an optimizer's step is over a parameter's own ranks",
-                            fmt::format("{}", op.collective->communicator),
-                            fmt::format("{} (shards) or {} (replicas)", kOfShards, kOfReplicas));
+      return MakeInputError(
+          at_ + "/11/communicator", "an optimizer's step is over a parameter's own ranks",
+          fmt::format("{}", op.collective->communicator),
+          fmt::format("{} (shards), {} (replicas) or {} (both)", kOfShards, kOfReplicas, kOfBoth));
     if (ranks_ == 1)
       return MakeInputError(at_ + "/11", "a whole matrix needs no collective",
                             std::string(Name(op.collective->kind)), "none");

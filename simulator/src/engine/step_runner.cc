@@ -46,7 +46,7 @@ Result<EngineResult> StepRunner::Run() {
 
 std::int64_t StepRunner::Settle() {
   Progress();
-  while (next_ < std::ssize(step_.code) && (!blocked_ || Passed())) {
+  while (next_ < std::ssize(step_.code) && (!blocked_ || Passed() || AwaitsIdle())) {
     blocked_ = !Issue();
     Progress();
   }
@@ -158,6 +158,14 @@ inline bool StepRunner::Passed() const {
   if (awaited_.slot >= 0) return slots_[Index(awaited_.slot)].done;
   if (awaited_.stream >= 0) return streams_[Index(awaited_.stream)].passed >= awaited_.instruction;
   return false;
+}
+
+// Whether the host waits for an idle device, and it is idle: nothing runs, and nothing is waited for but what
+// the host has yet to issue. Of ranks that are simulated apart.
+bool StepRunner::AwaitsIdle() const {
+  if (awaited_.slot >= 0 || awaited_.stream >= 0 || NextEvent() != kNever) return false;
+  return std::ranges::none_of(
+      streams_, [](const StreamState& stream) { return stream.status == StreamStatus::kJoining; });
 }
 
 // Runs the device until what the host waits for is there, or, for nothing in particular, until nothing is

@@ -92,6 +92,7 @@ class StepRunner {
   bool MayIssue(std::int32_t i, const EngineInstruction& instruction);
   void IssueOne(std::int32_t i, const EngineInstruction& instruction);
   bool Passed() const;
+  bool AwaitsIdle() const;
   bool RunUntilPassed();
 
   // ---- the device ----
