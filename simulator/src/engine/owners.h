@@ -13,4 +13,7 @@ namespace shardplan::internal {
 Result<std::vector<Nanoseconds>> BeginOfCollectives(const EngineProgram& program, const EngineStep& step,
                                                     const RunOptions& options);
 
+// Whether the instruction is work of another rank than the program's.
+bool IsOthers(const EngineProgram& program, const EngineStep& step, std::int32_t instruction);
+
 }  // namespace shardplan::internal

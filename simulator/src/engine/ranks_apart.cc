@@ -232,6 +232,34 @@ Result<std::vector<Nanoseconds>> internal::BeginOfCollectives(const EngineProgra
   return apart.begun_ns();
 }
 
+bool internal::IsOthers(const EngineProgram& program, const EngineStep& step, std::int32_t instruction) {
+  const auto work = step.owned.find(instruction);
+  if (work == step.owned.end()) return false;
+  const Communicator& group = program.groups[static_cast<std::size_t>(work->second.communicator)];
+  return PlaceInGroup(group, program.rank) != work->second.owner;
+}
+
+OwnedTimes TimesOfOwners(const EngineProgram& program, const EngineStep& step) {
+  OwnedTimes times;
+  std::map<std::pair<CommunicatorId, std::int32_t>, Nanoseconds> by_owner;
+  std::int64_t ranks = 0;
+  for (const auto& [instruction, work] : step.owned) {
+    const EngineInstruction& code = step.code[static_cast<std::size_t>(instruction)];
+    const EngineSegment& segment = program.segments[static_cast<std::size_t>(code.operand)];
+    Nanoseconds& of = by_owner[{work.communicator, work.owner}];
+    if (segment.count > 0) of += program.operators[static_cast<std::size_t>(segment.first)].rest_ns;
+    ranks = std::max(ranks, program.groups[static_cast<std::size_t>(work.communicator)].size);
+    ++times.matrices;
+  }
+  for (const auto& [owner, time_ns] : by_owner) {
+    times.most_ns = std::max(times.most_ns, time_ns);
+    times.in_all_ns += time_ns;
+  }
+  times.ranks = ranks;
+  times.owners = static_cast<std::int64_t>(by_owner.size());
+  return times;
+}
+
 Result<RanksApart> RunRanksApart(const Plan& plan, const EngineProgram& program,
                                  const RanksApartOptions& options) {
   const auto bad = [](std::string message, std::string found, std::string expected) {

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "replay/program.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
-#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/support/plan_builder.h"
 
