@@ -150,7 +150,7 @@ class _Step:
                 rows = _local_rows(parameter, part)
                 update = pieces[part.at : part.at + part.size(exchange.layout.matrices)].view(rows.shape)
                 rows.mul_(1 - lr * group["weight_decay"])
-                rows.add_(update, alpha=-adjusted)
+                rows.add_(update.to(torch.bfloat16), alpha=-adjusted)  # the dtype of torch's update
         for parameter in exchange.parameters:
             torch.autograd.graph.increment_version(parameter)
 
