@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sp.Muon on ranks: cases next to torch.optim.Muon in one process, bit for bit. `muon_ranks.py --seed S --cases N` draws
-cases."""
+cases; with --without-waits their plans have none, and what differs is expected."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class Case:
     written: dict = dataclasses.field(default_factory=dict)  # of muon_plans.document
     arguments: dict = dataclasses.field(default_factory=dict)
     missing: dict[int, frozenset[str]] = dataclasses.field(default_factory=dict)  # by step: no gradients
+    waits: bool = True
 
 
 CASES = (
@@ -74,8 +75,11 @@ def compare(case: Case, ranks: int) -> str:
     shards = ranks // replicas
     mesh = make_mesh(replicas, shards)
     model = sharded(case.units, case.dtype, mesh)
-    plan = written(document(case.units, shards, replicas, **case.written), ranks)
-    optimizer = sp.Muon(model, plan=plan, **case.arguments)
+    planned = document(case.units, shards, replicas, **case.written)
+    if not case.waits:
+        for trigger in planned["steps"][0]["triggers"]:
+            trigger["instructions"] = [i for i in trigger.get("instructions", []) if i["kind"] != "wait"]
+    optimizer = sp.Muon(model, plan=written(planned, ranks), **case.arguments)
     for step in range(STEPS):
         set_gradients(model, step, case.missing.get(step, frozenset()))
         optimizer.step()
@@ -112,11 +116,12 @@ def drawn(draw: random.Random, number: int) -> Case:
     return Case(f"drawn{number}", (ranks,), units(*layers), replicas, dtype, planned, arguments, missing)
 
 
-def run_drawn(seed: int, count: int) -> list[str]:
+def run_drawn(seed: int, count: int, waits: bool = True) -> list[str]:
     """What differs."""
     from adapter_workers import run_on_ranks
 
     cases = [drawn(random.Random(f"{seed}.{number}"), number) for number in range(count)]
+    cases = [dataclasses.replace(case, waits=waits) for case in cases]
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sorted({case.ranks[0] for case in cases}):
@@ -134,8 +139,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--without-waits", action="store_true")
     arguments = parser.parse_args()
-    wrong = run_drawn(arguments.seed, arguments.cases)
+    wrong = run_drawn(arguments.seed, arguments.cases, not arguments.without_waits)
     print("\n".join(wrong) or f"seed {arguments.seed}: {arguments.cases} cases agree bit for bit")
     sys.exit(bool(wrong))
 
