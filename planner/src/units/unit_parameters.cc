@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/precision.h"
 #include "units/layout.h"
 
@@ -40,6 +41,7 @@ class ParameterKnobs {
         return Bad("a scalar parameter cannot be sharded; make its shape [1]", parameter.fqn);
       }
       if (Status s = SetShardDim(parameter); !s) return s;
+      SetMuon(parameter);
       if (Status s = CheckPlacements(parameter); !s) return s;
     }
     if (Status s = SetDTypes(); !s) return s;
@@ -52,6 +54,11 @@ class ParameterKnobs {
  private:
   Status Bad(std::string message, std::string found, std::string expected = {}) const {
     return MakeInputError(pointer_, std::move(message), std::move(found), std::move(expected));
+  }
+
+  void SetMuon(UnitParameter& parameter) const {
+    parameter.muon =
+        parameter.requires_grad && MuonSteps(strategy_.optimizer, parameter.fqn, parameter.shared_with);
   }
 
   Status SetShardDim(UnitParameter& parameter) const {

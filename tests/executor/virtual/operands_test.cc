@@ -44,6 +44,11 @@ std::array<BufferRole, 2> RolesOf(InstructionKind kind) {
       return {kGradUnshardedAccumulated, kGradUnshardedAccumulated};
     case kReduceScatter:
       return {kReduceScatterInput, kReduceScatterOutput};
+    case kUpdateCopyIn:
+    case kOrthogonalize:
+    case kUpdateApply:
+    case kAllToAll:
+      return {kUpdatePieces, kUpdateWhole};
     case kCompute:
     case kAllocate:
     case kFree:

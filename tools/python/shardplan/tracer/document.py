@@ -13,6 +13,7 @@ _HEAD = ("schema", "model", "source", "recorded_with", "compute_dtype", "tokens_
 _LISTS = ("communicators", "modules", "parameters", "buffers", "inputs")
 _PASSES = ("forwards", "backwards")
 _CALLS = ("calls",)
+_STEPS = ("optimizer_steps",)
 
 
 # Nobody sees them: schemas/src/names/unicode.h.
@@ -28,13 +29,23 @@ def _rows(indent: int, rows: list) -> Iterator[str]:
         yield " " * indent + _text(row) + ("," if index + 1 < len(rows) else "") + "\n"
 
 
-def _pass_lines(entry: dict, last: bool) -> Iterator[str]:
+_PASS_FIELDS = ("name", "grad_enabled", "abandoned", "tensors", "forwards", "events")
+_STEP_FIELDS = (
+    "optimizer", "ranks", "replicas", "shape", "dtype", "nesterov", "ns_steps", "update", "orthogonalize", "apply"
+)
+_LONG = frozenset(("tensors", "events", "update", "orthogonalize", "apply"))  # an element a line
+
+
+def _pass_fields(entry: dict) -> list[str]:
+    fields = [f for f in _PASS_FIELDS if f in entry]
+    return [f for f in fields if f in ("name", "events", "abandoned") or entry[f] not in ([], True)]
+
+
+def _block_lines(entry: dict, fields: list[str], last: bool) -> Iterator[str]:
     yield "    {\n"
-    fields = [f for f in ("name", "grad_enabled", "abandoned", "tensors", "forwards", "events") if f in entry]
-    fields = [f for f in fields if f in ("name", "events", "abandoned") or entry[f] not in ([], True)]
     for index, name in enumerate(fields):
         end = "," if index + 1 < len(fields) else ""
-        if name in ("tensors", "events") and entry[name]:
+        if name in _LONG and entry[name]:
             yield f"      {_text(name)}: [\n"
             yield from _rows(8, entry[name])
             yield f"      ]{end}\n"
@@ -45,7 +56,7 @@ def _pass_lines(entry: dict, last: bool) -> Iterator[str]:
 
 def lines(trace: dict) -> Iterator[str]:
     """The document's text in pieces. A field with its default is left out."""
-    names = [f for f in (*_HEAD, *_LISTS, *_PASSES, *_CALLS) if f in trace]
+    names = [f for f in (*_HEAD, *_LISTS, *_PASSES, *_CALLS, *_STEPS) if f in trace]
     required = ("schema", "model", "compute_dtype", "modules", "parameters", "forwards")
     names = [f for f in names if f in required or trace[f] not in ([], "", 0)]
     yield "{\n"
@@ -60,7 +71,8 @@ def lines(trace: dict) -> Iterator[str]:
             yield from _rows(4, value)
         else:
             for position, entry in enumerate(value):
-                yield from _pass_lines(entry, position + 1 == len(value))
+                fields = [f for f in _STEP_FIELDS if f in entry] if name in _STEPS else _pass_fields(entry)
+                yield from _block_lines(entry, fields, position + 1 == len(value))
         yield f"  ]{end}\n"
     yield "}\n"
 

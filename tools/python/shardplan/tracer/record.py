@@ -182,7 +182,7 @@ def _record_passes(
     hooks = ModuleHooks(recorder, tree, mark_inputs)
     calls = Calls(step.module, recorder, hooks, fqns, keep_nothing, step.loss_apart)
     sharding_calls.begin_step(calls.order, counts=not keep_nothing)
-    with _no_garbage_collection(), unrecorded_shapes(recorder.unrecorded), recorder.watching_collectives(), recorder:
+    with no_garbage_collection(), unrecorded_shapes(recorder.unrecorded), recorder.watching_collectives(), recorder:
         try:
             for group in step.groups:
                 _record_group(step, group, recorder, hooks, calls, progress, keep_nothing)
@@ -214,7 +214,7 @@ def _record_passes(
 
 
 @contextlib.contextmanager
-def _no_garbage_collection():
+def no_garbage_collection():
     """Frees must follow from references alone."""
     collecting = gc.isenabled()
     gc.collect()

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps in which ranks own different work.
+#pragma once
+
+#include <vector>
+
+#include "shardplan/simulator/engine.h"
+
+namespace shardplan::internal {
+
+// By instruction of a step with owned work: when its collective begins, in which the slowest owner has come;
+// 0: it is none. kNegative: a wait can never finish.
+Result<std::vector<Nanoseconds>> BeginOfCollectives(const EngineProgram& program, const EngineStep& step,
+                                                    const RunOptions& options);
+
+}  // namespace shardplan::internal
