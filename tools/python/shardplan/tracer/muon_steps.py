@@ -9,6 +9,7 @@ itself runs here: its optimizer on DTensors of fake tensors, in a fake process g
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import unittest.mock
 import warnings
@@ -31,6 +32,9 @@ from shardplan.tracer.shape_propagation import unrecorded_shapes
 ROLE = "optimizer_temp"
 PARTS = ("update", "orthogonalize", "apply")
 NS_STEPS = 5  # torch.optim.Muon's default
+# DTensor remembers its choices by mesh, names included, and the process group with them. A mesh of other hosts, or of a
+# group that has ended, has to be another one.
+_meshes = itertools.count()
 _ORTHOGONALIZE = "_zeropower_via_newtonschulz"  # torch's function between the other two parts
 
 
@@ -231,8 +235,7 @@ def _mesh(ranks: Ranks, options: MuonOptions):
 
     join_fake_group(ranks.shards * ranks.replicas)
     numbers = torch.arange(ranks.shards * ranks.replicas, dtype=torch.int).view(ranks.replicas, ranks.shards)
-    # DTensor keeps its choices by mesh, names included: a mesh of other hosts has to have another name.
-    names = ("replicate", f"shard over {options.named}")
+    names = ("replicate", f"shard_{next(_meshes)}")
     if ranks.replicas == 1:
         return DeviceMesh("cpu", numbers[0], mesh_dim_names=names[1:])
     return DeviceMesh("cpu", numbers, mesh_dim_names=names)
