@@ -16,6 +16,7 @@
 #include "shardplan/schemas/program.h"
 #include "shardplan/schemas/pytorch_rules.h"
 #include "shardplan/simulator/caching_allocator.h"
+#include "units/muon_matrices.h"
 #include "units/trace_mesh.h"
 
 namespace shardplan {
@@ -168,7 +169,9 @@ Status RunPasses(const Task& task, std::string_view last, const PlanOptions& opt
 
 Result<Strategy> CompleteStrategy(Strategy strategy, const Trace& trace, std::int64_t ranks) {
   strategy.pytorch = PlannedPyTorch(strategy, trace);
-  return WithMeshOf(trace, WithCallsOf(trace, std::move(strategy)), ranks);
+  Result<Strategy> with_matrices = WithMuonMatrices(trace, WithCallsOf(trace, std::move(strategy)));
+  if (!with_matrices) return with_matrices;
+  return WithMeshOf(trace, *std::move(with_matrices), ranks);
 }
 
 Status CheckKnobs(const Strategy& strategy) {

@@ -19,17 +19,20 @@ GroupKey KeyOf(const Communicator& c, std::int64_t rank) {
 
 CollectiveCall MakeCall(const Plan& plan, const Instruction& i, Position at) {
   const BufferId full = FullTensorOf(i);
+  const Exchange* exchange = i.exchange < 0 ? nullptr : &plan.exchanges[i.exchange];
   return {.at = at,
           .kind = *DescriptionOf(i.kind).collective,
           .reduce_op = i.kind == InstructionKind::kAllGather ? ReduceOp::kSum : i.reduce_op,
           .divisor = i.divisor,
           .dtype = plan.buffers[full].dtype,
-          .size_bytes = SizeBytes(plan.buffers[full])};
+          .size_bytes = SizeBytes(plan.buffers[full]),
+          .exchange = exchange};
 }
 
 bool Match(const CollectiveCall& a, const CollectiveCall& b) {
   return a.kind == b.kind && a.reduce_op == b.reduce_op && a.divisor == b.divisor && a.dtype == b.dtype &&
-         a.size_bytes == b.size_bytes && a.peer == b.peer && (a.batch < 0) == (b.batch < 0);
+         a.size_bytes == b.size_bytes && a.peer == b.peer && (a.batch < 0) == (b.batch < 0) &&
+         (a.exchange == nullptr || b.exchange == nullptr || *a.exchange == *b.exchange);
 }
 
 CollectiveCall MakeCall(const OperatorEvent& op, std::int32_t entry, Position at) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/program.h"
 #include "verifier/compute.h"
 #include "verifier/rules.h"
@@ -84,6 +85,11 @@ void Compute::CheckOrder(std::int32_t step) {
       const bool exists = i.segment >= 0 && i.segment < std::ssize(plan_.segments);
       if (i.kind != InstructionKind::kCompute || !exists) continue;
       const Segment& segment = plan_.segments[static_cast<std::size_t>(i.segment)];
+      if (segment.phase == SegmentPhase::kOptimizer) {
+        if (triggers[t].kind == TriggerKind::kOptimizerStep) continue;
+        return Add({step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)}, i.segment,
+                   fmt::format("{} is of the optimizer, and runs outside of its step", segment.name));
+      }
       const std::int32_t microbatch = MicrobatchOf(triggers[t], i);
       if (model.Run(i.segment, microbatch)) continue;
       // Everything behind it is out of order, too.
@@ -104,7 +110,7 @@ void Compute::CheckSteps() {
     for (const Trigger& trigger : plan_.steps[step].triggers) {
       for (const Instruction& i : trigger.instructions) {
         const bool exists = i.segment >= 0 && i.segment < std::ssize(plan_.segments);
-        if (i.kind == InstructionKind::kCompute && exists) used[static_cast<std::size_t>(i.segment)] = true;
+        if (DescriptionOf(i.kind).segment && exists) used[static_cast<std::size_t>(i.segment)] = true;
       }
     }
     const bool says_order = !plan_.passes.forwards.empty() || !plan_.passes.backwards.empty();

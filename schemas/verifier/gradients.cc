@@ -266,12 +266,13 @@ void Gradients::Release(BufferId buffer, Position at) {
   value.used_up = true;
 }
 
-std::vector<std::int32_t> Gradients::Step(BufferId buffer, std::int32_t parameter, Position at) {
+std::vector<std::int32_t> Gradients::Step(BufferId buffer, const std::vector<std::int32_t>& parameters,
+                                          Position at) {
   Gradient& value = At(buffer);
   std::vector<std::int32_t> stepped;
   if (!value.IsThere()) return stepped;
-  for (std::int32_t p = 0; p < std::ssize(value.count); ++p) {
-    if ((parameter >= 0 && p != parameter) || !value.Has(static_cast<std::size_t>(p))) continue;
+  for (const std::int32_t p : parameters) {
+    if (!value.Has(static_cast<std::size_t>(p))) continue;
     if (OptimizerStepTwice(value, p) && !may_step_again_) words_.SteppedTwice(value, p, buffer, at);
     value.stepped[p] = 1;
     stepped.push_back(p);

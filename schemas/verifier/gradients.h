@@ -33,8 +33,8 @@ class Gradients {
   void Drop(std::int32_t slot, BufferId buffer, Position at);
   // The optimizer reads the gradients in `buffer`.
   void Consume(BufferId buffer, Position at);
-  // ... and steps one parameter with it, or all (-1) that have a gradient: these.
-  std::vector<std::int32_t> Step(BufferId buffer, std::int32_t parameter, Position at);
+  // ... and steps with it those of the parameters that have a gradient: these.
+  std::vector<std::int32_t> Step(BufferId buffer, const std::vector<std::int32_t>& parameters, Position at);
   // At an optimizer step of `unit` (-1: all): gradients of it that are still on their way.
   void CheckNoneUnreduced(UnitId unit, Position at);
 

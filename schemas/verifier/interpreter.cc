@@ -34,6 +34,7 @@ Interpreter::Interpreter(const Plan& plan, Reporter& reporter)
       memory_(plan, clocks_, words_),
       gradients_(plan, memory_, words_),
       compute_(plan, clocks_, words_, reporter),
+      exchanges_(plan, reporter),
       grad_buffers_(plan),
       activations_(plan),
       bound_(plan.units.size(), -1),
@@ -93,12 +94,13 @@ void Interpreter::RunStep(std::int32_t step) {
       const Position at = {step, static_cast<std::int32_t>(t), static_cast<std::int32_t>(k)};
       const Instruction& i = instructions[k];
       if (!CheckInstruction(plan_, i, at, reporter_)) continue;
-      if (i.kind == InstructionKind::kCompute) compute_.Pass(i, triggers[t], at);
+      if (DescriptionOf(i.kind).segment) compute_.Pass(i, triggers[t], at);
       CheckMovement(plan_, i, IsView(i), at, reporter_);
       Run(i, at);
     }
   }
   CheckStates();
+  exchanges_.EndStep();
 }
 
 void Interpreter::Run(const Instruction& i, Position at) {

@@ -10,6 +10,7 @@
 #include "verifier/activations.h"
 #include "verifier/clocks.h"
 #include "verifier/compute.h"
+#include "verifier/exchanges.h"
 #include "verifier/grad_buffers.h"
 #include "verifier/gradients.h"
 #include "verifier/memory.h"
@@ -45,9 +46,12 @@ class Interpreter {
   std::int32_t MicrobatchOfTrigger(Position at) const;
   void RunOrder(const Instruction& i, Position at);
   void RunOptimizer(const Instruction& i, Position at);
-  bool StepUnit(UnitId unit, const Instruction& i, const Work& work);
+  void RunExchange(const Instruction& i, Position at);
+  bool StepUnit(UnitId unit, const std::vector<std::int32_t>& parameters, const Work& work);
   void UseOwnMemory(const Instruction& i, const std::vector<UnitId>& stepped, const Work& work);
-  void UseStates(UnitId unit, const Work& work);
+  void OutdateCopies(UnitId unit, const std::vector<std::int32_t>& parameters, Position at);
+  void CheckStatesOf(UnitId unit, const Work& work);
+  void Update(const std::vector<BufferId>& buffers, const Work& work);
   void CheckStates();
   void CutPieces(const Instruction& i, Position at);
   void Age(const Instruction& i, Position at);
@@ -73,6 +77,7 @@ class Interpreter {
   Memory memory_;
   Gradients gradients_;
   Compute compute_;
+  Exchanges exchanges_;
   GradBuffers grad_buffers_;
   Activations activations_;
   std::vector<BufferId> bound_;  // by unit: the buffer its parameters are views of; -1: sharded

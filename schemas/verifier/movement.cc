@@ -170,7 +170,7 @@ std::string LayoutOfCollective(const Plan& plan, const Instruction& i) {
   const bool gathers = i.kind == kAllGather;
   if (std::string wrong = gathers ? std::string() : ReducedOtherwise(plan, i, from); !wrong.empty())
     return wrong;
-  if (i.kind == kAllReduce) return {};
+  if (i.kind == kAllReduce || i.kind == kAllToAll) return {};  // of an all_to_all: exchanges.h
   const Buffer& shard = gathers ? from : to;
   const Buffer& all = gathers ? to : from;
   const std::int64_t all_bytes = all.parts_bytes[0].value;

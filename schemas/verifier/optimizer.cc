@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The optimizer steps parameters with their reduced gradients, once, and works in memory of its own.
 #include <algorithm>
+#include <map>
 
 #include "shardplan/schemas/layout.h"
 #include "verifier/interpreter.h"
@@ -9,13 +10,34 @@
 
 namespace shardplan::verifier {
 
-// Whether the unit has a gradient to be stepped with.
-bool Interpreter::StepUnit(UnitId unit, const Instruction& i, const Work& work) {
+namespace {
+
+// The parameters of the unit that the instruction steps: all without `parameter`, but those of Muon, which
+// are stepped one by one.
+std::vector<std::int32_t> SteppedBy(const Unit& unit, const Instruction& i) {
+  if (i.parameter >= 0) return {i.parameter};
+  std::vector<std::int32_t> parameters;
+  for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
+    if (!unit.parameters[p].muon) parameters.push_back(static_cast<std::int32_t>(p));
+  }
+  return parameters;
+}
+
+bool HoldsOneOf(const Plan& plan, const Buffer& buffer, const std::vector<std::int32_t>& parameters) {
+  const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
+  return std::ranges::any_of(parameters,
+                             [&](std::int32_t p) { return std::ranges::binary_search(held, p); });
+}
+
+}  // namespace
+
+// Whether the unit has a gradient of one of the parameters.
+bool Interpreter::StepUnit(UnitId unit, const std::vector<std::int32_t>& parameters, const Work& work) {
   std::vector<BufferId> found(plan_.units[unit].parameters.size(), -1);
   bool has_grad = false;
   BufferId moved_on = -1;
   for (const BufferId grad : unit_grads_[unit]) {
-    if (!memory_.IsAlive(grad)) continue;
+    if (!memory_.IsAlive(grad) || !HoldsOneOf(plan_, plan_.buffers[grad], parameters)) continue;
     // Offloaded: the gradient has moved on to the host. The optimizer would find it where it was, too.
     if (gradients_.IsUsedUp(grad)) {
       if (plan_.buffers[grad].role == BufferRole::kGradSharded) moved_on = grad;
@@ -28,7 +50,7 @@ bool Interpreter::StepUnit(UnitId unit, const Instruction& i, const Work& work) 
     if (OptimizerStepInOtherDType(plan_, grad)) words_.SteppedInOtherDType(grad, work.at);
     memory_.Read(grad, work);
     gradients_.Consume(grad, work.at);
-    for (const std::int32_t p : gradients_.Step(grad, i.parameter, work.at)) {
+    for (const std::int32_t p : gradients_.Step(grad, parameters, work.at)) {
       const bool same_memory = found[p] >= 0 && memory_.Slot(found[p]) == memory_.Slot(grad);
       if (found[p] >= 0 && !same_memory) words_.InTwoBuffers(unit, p, found[p], grad, work.at);
       found[p] = grad;
@@ -39,29 +61,36 @@ bool Interpreter::StepUnit(UnitId unit, const Instruction& i, const Work& work) 
     const bool same_memory = found[p] >= 0 && memory_.Slot(found[p]) == memory_.Slot(moved_on);
     if (found[p] >= 0 && !same_memory) words_.InTwoBuffers(unit, p, found[p], moved_on, work.at);
   }
+  std::vector<std::int32_t> stepped;
   for (std::size_t p = 0; p < found.size(); ++p) {
-    for (const BufferId copy : unit_copies_[unit]) {
-      if (found[p] >= 0 && memory_.IsAlive(copy)) {
-        memory_.Outdate(copy, static_cast<std::int32_t>(p), work.at);
-      }
-    }
+    if (found[p] >= 0) stepped.push_back(static_cast<std::int32_t>(p));
   }
+  OutdateCopies(unit, stepped, work.at);
   return has_grad;
 }
 
-void Interpreter::UseStates(UnitId unit, const Work& work) {
+void Interpreter::OutdateCopies(UnitId unit, const std::vector<std::int32_t>& parameters, Position at) {
+  for (const std::int32_t p : parameters) {
+    for (const BufferId copy : unit_copies_[unit]) {
+      if (memory_.IsAlive(copy)) memory_.Outdate(copy, p, at);
+    }
+  }
+}
+
+void Interpreter::CheckStatesOf(UnitId unit, const Work& work) {
   std::vector<char> alive;
   for (const BufferId state : unit_states_[unit]) alive.push_back(memory_.IsAlive(state) ? 1 : 0);
   if (OptimizerStepWithoutMemory(alive)) words_.SteppedWithout(unit_states_[unit].front(), unit, work.at);
   if (OptimizerStepWithoutStates(plan_, unit_states_, unit)) words_.SteppedWithoutStates(unit, work.at);
-  for (const std::vector<BufferId>* updated : {&unit_shards_[unit], &unit_states_[unit]}) {
-    for (const BufferId buffer : *updated) {
-      if (!memory_.IsAlive(buffer)) continue;
-      // States are made by the first step: allocated, then filled here.
-      if (memory_.ContentOf(buffer) == Content::kEverything) memory_.Read(buffer, work);
-      memory_.Write(buffer, work);
-      memory_.SetContent(buffer, Content::kEverything);
-    }
+}
+
+void Interpreter::Update(const std::vector<BufferId>& buffers, const Work& work) {
+  for (const BufferId buffer : buffers) {
+    if (!memory_.IsAlive(buffer)) continue;
+    // States are made by the first step: allocated, then filled here.
+    if (memory_.ContentOf(buffer) == Content::kEverything) memory_.Read(buffer, work);
+    memory_.Write(buffer, work);
+    memory_.SetContent(buffer, Content::kEverything);
   }
 }
 
@@ -78,7 +107,45 @@ void Interpreter::UseOwnMemory(const Instruction& i, const std::vector<UnitId>& 
   if (!stepped.empty() && OptimizerStepWithoutMemory(alive)) words_.SteppedWithout(first, i.unit, work.at);
 }
 
+// The momentum takes in the gradients where pieces are made; the parameters are newer than their copies where
+// results are applied.
+void Interpreter::RunExchange(const Instruction& i, Position at) {
+  const Work work = Issue(i, at);
+  exchanges_.Pass(i, at);
+  const Exchange& exchange = plan_.exchanges[i.exchange];
+  std::map<UnitId, std::vector<std::int32_t>> parameters;
+  for (const ExchangedMatrix& matrix : exchange.matrices) {
+    std::vector<std::int32_t>& of_unit = parameters[matrix.unit];
+    if (std::ranges::find(of_unit, matrix.parameter) == of_unit.end()) of_unit.push_back(matrix.parameter);
+  }
+  if (i.src >= 0) memory_.Read(i.src, work);
+  if (i.kind == InstructionKind::kOrthogonalize) {
+    memory_.UsePool(work);
+    compute_.Use(i.segment, MicrobatchOfTrigger(at), work);
+    memory_.Read(i.dst, work);
+  }
+  if (i.kind == InstructionKind::kUpdateCopyIn) {
+    for (auto& [unit, of_unit] : parameters) {
+      std::ranges::sort(of_unit);
+      gradients_.CheckNoneUnreduced(unit, at);
+      for (const std::int32_t p : of_unit) {
+        if (!StepUnit(unit, {p}, work)) words_.SteppedWithoutGradient(unit, p, at);
+      }
+      CheckStatesOf(unit, work);
+      Update(unit_states_[unit], work);
+    }
+  }
+  if (i.kind == InstructionKind::kUpdateApply) {
+    for (const auto& [unit, of_unit] : parameters) {
+      Update(unit_shards_[unit], work);
+      OutdateCopies(unit, of_unit, at);
+    }
+  }
+  if (i.dst >= 0 && memory_.Write(i.dst, work)) memory_.SetContent(i.dst, Content::kEverything);
+}
+
 void Interpreter::RunOptimizer(const Instruction& i, Position at) {
+  if (i.exchange >= 0) return RunExchange(i, at);
   const Work work = Issue(i, at);
   gradients_.CheckNoneUnreduced(i.unit, at);
   std::vector<UnitId> stepped;
@@ -86,9 +153,11 @@ void Interpreter::RunOptimizer(const Instruction& i, Position at) {
   for (std::size_t u = 0; u < plan_.units.size(); ++u) {
     const UnitId unit = static_cast<UnitId>(u);
     if (i.unit >= 0 && i.unit != unit) continue;
-    if (!StepUnit(unit, i, work)) continue;  // frozen, or not used in this step
+    if (!StepUnit(unit, SteppedBy(plan_.units[u], i), work)) continue;  // frozen, or not used in this step
     stepped.push_back(unit);
-    UseStates(unit, work);
+    CheckStatesOf(unit, work);
+    Update(unit_shards_[u], work);
+    Update(unit_states_[u], work);
     for (const BufferId shard : unit_shards_[u]) {
       const bool on_host = plan_.buffers[shard].memory != MemoryKind::kDevice;
       reached = reached || !on_host;

@@ -191,7 +191,7 @@ class GraphBuilder {
       case InstructionFamily::kOptimizer:
         if (!IsWork(i.kind)) return ZeroGrad(i);
         Issue(i);
-        return StepOptimizer(i);
+        return i.exchange >= 0 ? StepExchange(i) : StepOptimizer(i);
     }
   }
 
@@ -310,6 +310,15 @@ class GraphBuilder {
       for (const BufferId buffer : unit_buffers_[unit]) WriteBuffer(buffer);
       Write(unsharded_gradients_[unit], EdgeKind::kData);
     });
+  }
+
+  void StepExchange(const Instruction& i) {
+    if (i.src >= 0) ReadBuffer(i.src);
+    if (i.dst >= 0) WriteBuffer(i.dst);
+    if (i.kind == InstructionKind::kOrthogonalize) return;
+    for (const ExchangedMatrix& matrix : plan_.exchanges[i.exchange].matrices) {
+      for (const BufferId buffer : unit_buffers_[matrix.unit]) WriteBuffer(buffer);
+    }
   }
 
   void ZeroGrad(const Instruction& i) {

@@ -12,13 +12,14 @@
 
 namespace shardplan {
 
-OptimizerMemory::OptimizerMemory(const Strategy& strategy, const Partition& partition,
+OptimizerMemory::OptimizerMemory(const Trace& trace, const Strategy& strategy, const Partition& partition,
                                  ProgramBuilder& builder)
     : optimizer_(strategy.optimizer),
       use_orig_params_(strategy.fsdp1.use_orig_params),
       comm_hook_(strategy.fsdp1.comm_hook),
       partition_(partition),
-      builder_(builder) {
+      builder_(builder),
+      muon_(trace, strategy, partition, builder) {
   for (const UnitChoice& choice : partition.units) {
     state_.has_states.emplace_back(choice.unit.parameters.size(), false);
   }
@@ -27,20 +28,11 @@ OptimizerMemory::OptimizerMemory(const Strategy& strategy, const Partition& part
 Status OptimizerMemory::Check() const {
   const bool offloads = std::ranges::any_of(partition_.units, &UnitChoice::cpu_offload);
   if (Status s = CheckGradDTypes(); !s) return s;
-  if (Status s = CheckWholeMatrices(); !s) return s;
+  if (Status s = muon_.Check(); !s) return s;
   if (!optimizer_.capturable || !offloads) return {};
   return MakeInputError("/optimizer/capturable",
                         "a capturable optimizer does not step parameters in host memory", "true",
                         "no cpu_offload");
-}
-
-Status OptimizerMemory::CheckWholeMatrices() const {
-  const OptimizerDescription& is = DescriptionOf(optimizer_.kind);
-  const bool sharded =
-      std::ranges::any_of(partition_.units, [](const UnitChoice& choice) { return choice.shard_size > 1; });
-  if (!is.whole_matrices || !sharded) return {};
-  return MakeInputError("/optimizer/kind", "no policy gathers whole matrices for the optimizer's step",
-                        std::string(is.name), "an optimizer that steps shards");
 }
 
 // torch's Adam and AdamW interpolate between a state in the parameter's dtype and the gradient; fused kernels
@@ -54,7 +46,7 @@ Status OptimizerMemory::CheckGradDTypes() const {
     const bool flat = choice.unit.layout == LayoutKind::kFlat;
     for (const UnitParameter& parameter : choice.unit.parameters) {
       const DType found = flat ? FlatGradDType(choice) : ShardedGradDType(parameter);
-      if (!parameter.requires_grad || found == parameter.dtype) continue;
+      if (!parameter.requires_grad || parameter.muon || found == parameter.dtype) continue;
       return MakeInputError(
           "/optimizer",
           fmt::format(
@@ -133,6 +125,7 @@ std::vector<OptimizerMemory::Stepped> OptimizerMemory::InModelOrder(
   return shards;
 }
 
+// Muon's matrices come before the rest, as torch's documentation steps them.
 void OptimizerMemory::Step(const std::vector<SteppedUnit>& units) {
   builder_.SetReason("optimizer");
   const bool on_host = !units.empty() && std::ranges::all_of(units, [&](const SteppedUnit& stepped) {
@@ -153,7 +146,14 @@ void OptimizerMemory::Step(const std::vector<SteppedUnit>& units) {
       stepped_together.insert(stepped_together.end(), run.begin(), run.end());
     first = last;
   }
+  std::vector<MuonStep::Matrix> matrices;
+  for (const Stepped& stepped : ordered) {
+    if (stepped.shard.muon) matrices.push_back({stepped.unit, stepped.shard.parameter});
+  }
+  muon_.Step(matrices);
   builder_.SetUnit(-1);
+  // The rest has nothing to do where Muon steps all.
+  if (!matrices.empty() && matrices.size() == ordered.size()) return;
   BufferId temporary = -1;
   std::vector<Bytes> parts = OptimizerTemporaries(optimizer_, stepped_together);
   if (!parts.empty()) {

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "policy/muon_step.h"
 #include "shardplan/planner/program_builder.h"
 #include "shardplan/schemas/error.h"
 #include "shardplan/schemas/optimizers.h"
@@ -26,7 +27,8 @@ class OptimizerMemory {
     bool operator==(const State&) const = default;
   };
 
-  OptimizerMemory(const Strategy& strategy, const Partition& partition, ProgramBuilder& builder);
+  OptimizerMemory(const Trace& trace, const Strategy& strategy, const Partition& partition,
+                  ProgramBuilder& builder);
 
   // kBadInput for arguments that torch.optim refuses.
   Status Check() const;
@@ -39,7 +41,6 @@ class OptimizerMemory {
 
  private:
   Status CheckGradDTypes() const;
-  Status CheckWholeMatrices() const;
   DType FlatGradDType(const UnitChoice& choice) const;
   void AllocateStates(UnitId unit, const std::vector<OptimizerShard>& shards, StreamId stream);
   std::vector<OptimizerShard> ShardsOf(const SteppedUnit& stepped) const;
@@ -57,6 +58,7 @@ class OptimizerMemory {
   const Fsdp1CommHook comm_hook_;
   const Partition& partition_;
   ProgramBuilder& builder_;
+  MuonStep muon_;
   State state_;
 };
 

@@ -277,6 +277,17 @@ void ProgramBuilder::Compute(const HookPoint& event, const std::vector<Parameter
   compute.reason.clear();
 }
 
+SegmentId ProgramBuilder::AddSegment(Segment segment) {
+  plan_.segments.push_back(std::move(segment));
+  return static_cast<SegmentId>(plan_.segments.size()) - 1;
+}
+
+void ProgramBuilder::RunSegment(SegmentId segment) {
+  Instruction& compute = Emit(InstructionKind::kCompute, kCompute);
+  compute.segment = segment;
+  compute.unit = -1;
+}
+
 OperatorEvent ProgramBuilder::OnPlansCommunicator(OperatorEvent op) const {
   if (op.collective)
     op.collective->communicator = partition_.model_communicators[op.collective->communicator];

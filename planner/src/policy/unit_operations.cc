@@ -35,7 +35,7 @@ class UnitOperations::Impl {
   Impl(const PolicyInput& input, ProgramBuilder& program)
       : input_(input),
         program_(program),
-        optimizer_(input.strategy, input.partition, program),
+        optimizer_(input.trace, input.strategy, input.partition, program),
         rules_(RulesOf(input.strategy)),
         comm_ctx_(program) {}
 

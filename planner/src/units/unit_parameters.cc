@@ -40,6 +40,7 @@ class ParameterKnobs {
         return Bad("a scalar parameter cannot be sharded; make its shape [1]", parameter.fqn);
       }
       if (Status s = SetShardDim(parameter); !s) return s;
+      SetMuon(parameter);
       if (Status s = CheckPlacements(parameter); !s) return s;
     }
     if (Status s = SetDTypes(); !s) return s;
@@ -52,6 +53,12 @@ class ParameterKnobs {
  private:
   Status Bad(std::string message, std::string found, std::string expected = {}) const {
     return MakeInputError(pointer_, std::move(message), std::move(found), std::move(expected));
+  }
+
+  void SetMuon(UnitParameter& parameter) const {
+    const std::optional<Muon>& muon = strategy_.optimizer.muon;
+    parameter.muon = muon && parameter.requires_grad &&
+                     MatchesAny(muon->matrices, parameter.fqn, parameter.shared_with);
   }
 
   Status SetShardDim(UnitParameter& parameter) const {

@@ -105,6 +105,7 @@ std::vector<std::string> TableDifferences(const PlanPair& plans) {
   CompareTables(plans, "stream", plans.a.streams, plans.b.streams, sentences);
   CompareTables(plans, "unit", plans.a.units, plans.b.units, sentences);
   CompareTables(plans, "buffer", plans.a.buffers, plans.b.buffers, sentences);
+  CompareTables(plans, "exchange", plans.a.exchanges, plans.b.exchanges, sentences);
   CompareTables(plans, "input", plans.a.inputs, plans.b.inputs, sentences);
   CompareTables(plans, "model buffer", plans.a.model_buffers, plans.b.model_buffers, sentences);
   return sentences;

@@ -51,7 +51,8 @@ inline constexpr auto kFields<UnitParameter> = FieldList(
     Optional("gathered", &UnitParameter::gathered,
              "All-gather extension: what one rank gathers in place of its shard."),
     Optional("unsharded", &UnitParameter::unsharded,
-             "All-gather extension: what is allocated beside the gathered tensors."));
+             "All-gather extension: what is allocated beside the gathered tensors."),
+    Optional("muon", &UnitParameter::muon, "Muon steps it, not the optimizer of the rest."));
 
 template <>
 inline constexpr bool kIsBlock<Unit> = true;
@@ -133,6 +134,30 @@ inline constexpr auto kFields<SegmentGrad> =
               Required("parameter", &SegmentGrad::parameter, "Index into the unit's parameters."));
 
 template <>
+inline constexpr Definition kDefinition<ExchangedMatrix> = {
+    "plan", "exchanged_matrix", "A matrix that one rank has whole while the optimizer steps."};
+template <>
+inline constexpr auto kFields<ExchangedMatrix> = FieldList(
+    Required("unit", &ExchangedMatrix::unit, "Whose parameter.").Ref(RefKind::kUnit),
+    Required("parameter", &ExchangedMatrix::parameter, "Index into the unit's parameters."),
+    Optional("first_row", &ExchangedMatrix::first_row,
+             "Its first row in the parameter, seen as a matrix of the parameter's last dimension."),
+    Optional("rows", &ExchangedMatrix::rows, "Its rows; left out: all of the parameter."),
+    Required("owner", &ExchangedMatrix::owner, "Its rank in the group of the exchange's communicator."));
+
+template <>
+inline constexpr Definition kDefinition<Exchange> = {
+    "plan", "exchange", "Matrices that go to their owners and come back in one collective each."};
+template <>
+inline constexpr auto kFields<Exchange> =
+    FieldList(Required("name", &Exchange::name, "\"muon.0\"."),
+              Required("communicator", &Exchange::communicator,
+                       "The ranks that shard the parameters, or these and their replicas.")
+                  .Ref(RefKind::kCommunicator),
+              Optional("dtype", &Exchange::dtype, "Of what is sent; left out: bfloat16."),
+              Required("matrices", &Exchange::matrices, "In the order in which pieces lie."));
+
+template <>
 inline constexpr bool kIsBlock<Segment> = true;
 template <>
 inline constexpr Definition kDefinition<Segment> = {"plan", "segment",
@@ -169,7 +194,11 @@ inline constexpr Definition kDefinition<Instruction> = {"plan", "instruction",
 template <>
 inline constexpr auto kFields<Instruction> = FieldList(
     Required("kind", &Instruction::kind, "What it does."),
-    Optional("segment", &Instruction::segment, "compute: the segment.").Ref(RefKind::kSegment),
+    Optional("segment", &Instruction::segment, "compute, orthogonalize: the segment.").Ref(RefKind::kSegment),
+    Optional("exchange", &Instruction::exchange, "The exchange of matrices that it belongs to.")
+        .Ref(RefKind::kExchange),
+    Optional("matrix", &Instruction::matrix, "orthogonalize: which matrix of the exchange, by position.")
+        .AtLeast(-1),
     Optional("microbatch", &Instruction::microbatch_offset, "compute: which micro-batch."),
     Optional("event", &Instruction::event, "record, wait, host_wait: the event.").Ref(RefKind::kEvent),
     Optional("src", &Instruction::src, "Buffer that is read.").Ref(RefKind::kBuffer),
@@ -329,6 +358,9 @@ inline constexpr auto kFields<Plan> = FieldList(
     Optional("unmanaged", &Plan::unmanaged, "Memory of parameters in no unit. Left out: there are none."),
     Optional("passes", &Plan::passes,
              "Which passes the model has. Left out: nothing is known of the order of segments."),
+    Optional("exchanges", &Plan::exchanges, "Exchanges of a matrix optimizer.")
+        .Lines()
+        .Defines(RefKind::kExchange),
     Required("segments", &Plan::segments, "The model's own compute.").Lines().Defines(RefKind::kSegment),
     Required("steps", &Plan::steps, "The steps as run.").Lines().NotEmpty(),
     Optional("steady_step", &Plan::steady_step, "After the last step, go on with this one."),
@@ -341,6 +373,8 @@ extern template const JsonObjectType& JsonObjectTypeOf<UnitParameter>();
 extern template const JsonObjectType& JsonObjectTypeOf<Buffer>();
 extern template const JsonObjectType& JsonObjectTypeOf<PlanStream>();
 extern template const JsonObjectType& JsonObjectTypeOf<SegmentGrad>();
+extern template const JsonObjectType& JsonObjectTypeOf<ExchangedMatrix>();
+extern template const JsonObjectType& JsonObjectTypeOf<Exchange>();
 extern template const JsonObjectType& JsonObjectTypeOf<Segment>();
 extern template const JsonObjectType& JsonObjectTypeOf<ModelPasses>();
 extern template const JsonObjectType& JsonObjectTypeOf<Trigger>();

@@ -9,6 +9,7 @@
 #include "json/tables.h"
 #include "names/plan_names.h"
 #include "shardplan/schemas/checks.h"
+#include "shardplan/schemas/exchanges.h"
 #include "shardplan/schemas/io.h"
 
 namespace shardplan {
@@ -19,6 +20,8 @@ template const JsonObjectType& JsonObjectTypeOf<UnitParameter>();
 template const JsonObjectType& JsonObjectTypeOf<Buffer>();
 template const JsonObjectType& JsonObjectTypeOf<PlanStream>();
 template const JsonObjectType& JsonObjectTypeOf<SegmentGrad>();
+template const JsonObjectType& JsonObjectTypeOf<ExchangedMatrix>();
+template const JsonObjectType& JsonObjectTypeOf<Exchange>();
 template const JsonObjectType& JsonObjectTypeOf<Segment>();
 template const JsonObjectType& JsonObjectTypeOf<ModelPasses>();
 template const JsonObjectType& JsonObjectTypeOf<Trigger>();
@@ -38,6 +41,12 @@ Status CheckSegments(const Plan& plan) {
       return MakeInputError(fmt::format("/segments/{}/phase", i),
                             "a segment that makes gradients is backward", std::string(Name(phase)),
                             std::string(Name(SegmentPhase::kBackward)));
+    }
+    for (std::size_t e = 0; e < plan.segments[i].entries.size(); ++e) {
+      const auto* op = std::get_if<OperatorEvent>(&plan.segments[i].entries[e]);
+      if (op == nullptr || !op->collective || op->collective->communicator >= 0) continue;
+      return MakeInputError(fmt::format("/segments/{}/entries/{}/11/communicator", i, e),
+                            "a collective has a communicator", "none", "one of the plan's");
     }
   }
   return {};
@@ -86,6 +95,7 @@ Status CheckPlan(const Plan& plan) {
   if (Status status = CheckUnits(plan); !status) return status;
   if (Status status = CheckOwners(plan); !status) return status;
   if (Status status = CheckSegments(plan); !status) return status;
+  if (Status status = CheckExchanges(plan); !status) return status;
   return CheckProcedures(plan);
 }
 

@@ -170,6 +170,13 @@ class StrategyCheck {
       return MakeInputError(fmt::format("/optimizer/{}", field), std::string(why), "true",
                             std::string(expected));
     };
+    if (optimizer.kind == OptimizerKind::kMuon) {
+      return MakeInputError("/optimizer/kind", "Muon steps matrices beside an optimizer of the rest",
+                            std::string(is.name), "\"muon\" of the optimizer, and the kind of the rest");
+    }
+    if (optimizer.muon) {
+      if (Status s = CheckMuon(*optimizer.muon); !s) return s;
+    }
     for (const OptimizerArgument& argument : optimizers::kArguments) {
       if (!(optimizer.*argument.argument) || Has(argument.takes, optimizer.kind)) continue;
       if (argument.argument == &Optimizer::nesterov) break;  // says what it requires below
@@ -189,6 +196,35 @@ class StrategyCheck {
     if (IsFsdp1() && optimizer.in_backward && !strategy_.fsdp1.use_orig_params) {
       return refuse("in_backward", "FSDP1 steps in the backward with use_orig_params only",
                     "fsdp1.use_orig_params true");
+    }
+    return {};
+  }
+
+  Status CheckMuon(const Muon& muon) const {
+    if (IsFsdp1()) {
+      return MakeInputError("/optimizer/muon", "Muon needs matrices, and FSDP1's shards have one dimension",
+                            "policy fsdp1", "policy fsdp2");
+    }
+    if (strategy_.optimizer.in_backward) {
+      return MakeInputError("/optimizer/in_backward", "Muon steps when the backward is over", "true",
+                            "false");
+    }
+    constexpr std::int32_t kTooManySteps = 100;  // torch.optim.Muon's own limit
+    if (muon.ns_steps >= kTooManySteps) {
+      return MakeInputError("/optimizer/muon/ns_steps", "torch.optim.Muon refuses so many iterations",
+                            fmt::format("{}", muon.ns_steps), fmt::format("less than {}", kTooManySteps));
+    }
+    for (std::size_t r = 0; r < muon.compute.size(); ++r) {
+      const MatrixRule& rule = muon.compute[r];
+      const std::string pointer = fmt::format("/optimizer/muon/compute/{}", r);
+      const bool owned = rule.compute == MatrixCompute::kOwned;
+      const std::string_view field = rule.over_replicas    ? "over_replicas"
+                                     : rule.block_rows > 0 ? "block_rows"
+                                     : rule.owner          ? "owner"
+                                                           : "";
+      if (!owned && !field.empty())
+        return MakeInputError(fmt::format("{}/{}", pointer, field), "a matrix without an owner has none of it",
+                              std::string(Name(rule.compute)), "compute: \"owned\"");
     }
     return {};
   }

@@ -258,6 +258,36 @@ inline constexpr auto kFields<ActivationOffload> =
               Optional("min_bytes", &ActivationOffload::min_bytes, "Smaller tensors stay on the device."));
 
 template <>
+inline constexpr Definition kDefinition<MatrixRule> = {
+    .says = "Where Muon has the matrices that match whole; no two rules match one."};
+template <>
+inline constexpr auto kFields<MatrixRule> = FieldList(
+    Optional("parameters", &MatrixRule::parameters, "FQNs or patterns; left out: all the rest."),
+    Optional("compute", &MatrixRule::compute,
+             "sharded: nowhere, as torch.optim.Muon does on DTensors. owned (left out): on one rank."),
+    Optional("over_replicas", &MatrixRule::over_replicas,
+             "owned: also over the replicas of HSDP; left out: each replica computes all."),
+    Optional("block_rows", &MatrixRule::block_rows, "owned: every so many rows are a matrix; 0: all are one."),
+    Optional("owner", &MatrixRule::owner,
+             "owned: by this rank of the group; left out: by the one with the least work."));
+
+template <>
+inline constexpr Definition kDefinition<Muon> = {
+    .says = "torch.optim.Muon for some parameters; the kind of the optimizer steps the rest."};
+template <>
+inline constexpr auto kFields<Muon> = FieldList(
+    Optional("matrices", &Muon::matrices,
+             "FQNs or patterns. Left out: what has two or three dimensions, but embeddings and the head."),
+    Optional("nesterov", &Muon::nesterov, "Nesterov momentum."),
+    Optional("ns_steps", &Muon::ns_steps, "Newton-Schulz iterations.").AtLeast(1),
+    Optional("compute", &Muon::compute, "Where matrices are whole; one that no rule matches is sharded."),
+    Optional("buckets", &Muon::buckets,
+             "FQNs or patterns of the matrices that are exchanged together, in order; what none matches comes "
+             "last, together."),
+    Optional("dist_muon", &Muon::dist_muon,
+             "As torchtitan's DistMuon: exchanged in the parameters' dtype, updated on the exchange's stream."));
+
+template <>
 inline constexpr Definition kDefinition<Optimizer> = {.says = "The optimizer."};
 template <>
 inline constexpr auto kFields<Optimizer> = FieldList(
@@ -271,7 +301,8 @@ inline constexpr auto kFields<Optimizer> = FieldList(
     Optional("capturable", &Optimizer::capturable, "adam and adamw only: step counts on the device."),
     Optional("maximize", &Optimizer::maximize, "Gradients are negated first."),
     Optional("in_backward", &Optimizer::in_backward,
-             "A parameter is stepped as soon as its gradient is reduced."));
+             "A parameter is stepped as soon as its gradient is reduced."),
+    Optional("muon", &Optimizer::muon, "Which parameters Muon steps; left out: none."));
 
 // ---- the training loop ----
 template <>

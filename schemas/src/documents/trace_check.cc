@@ -16,6 +16,7 @@
 #include "documents/trace_modules_check.h"
 #include "json/fields.h"
 #include "shardplan/schemas/checks.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/collective_kinds.h"
 #include "shardplan/schemas/plan.h"
 
@@ -366,6 +367,9 @@ class PassesCheck {
 
   Status CheckCollective(const ModelCollective& collective) {
     if (collective.work >= 0) works_.insert(collective.work);
+    if (collective.communicator < 0)
+      return MakeInputError(At("/11/communicator"), "a collective of the model has a communicator",
+                            fmt::format("{}", collective.communicator), "one of the trace's");
     const std::int64_t size = trace_.communicators[static_cast<std::size_t>(collective.communicator)].size;
     const std::int64_t most_ppm = collective.kind == CollectiveKind::kAllToAll ? size * 1'000'000 : 1'000'000;
     if (collective.busiest_ppm > most_ppm) {
@@ -444,12 +448,120 @@ Status CheckCommunicators(const Trace& trace) {
   return {};
 }
 
+// What a step of an optimizer allocates dies in it, and it is told apart by what it is of.
+class OptimizerStepsCheck {
+ public:
+  explicit OptimizerStepsCheck(const Trace& trace) : trace_(trace) {
+    for (const TraceInput& input : trace.inputs) born_.insert(input.storage);
+    for (const ModuleBuffer& buffer : trace.buffers) born_.insert(buffer.storage);
+    for (const std::vector<Pass>* passes : {&trace.forwards, &trace.backwards}) {
+      for (const Pass& pass : *passes) {
+        for (const TraceEvent& event : pass.events) {
+          if (const auto* made = std::get_if<AllocateEvent>(&event)) born_.insert(made->storage);
+        }
+      }
+    }
+  }
+
+  Status Run() {
+    for (std::size_t s = 0; s < trace_.optimizer_steps.size(); ++s) {
+      if (Status status = Check(trace_.optimizer_steps[s], fmt::format("/optimizer_steps/{}", s)); !status)
+        return status;
+    }
+    return {};
+  }
+
+ private:
+  using Key =
+      std::tuple<OptimizerKind, std::int64_t, std::int64_t, std::vector<std::int64_t>, DType, bool, std::int32_t>;
+
+  Status Check(const TracedOptimizerStep& step, const std::string& pointer) {
+    if (step.optimizer != OptimizerKind::kMuon)
+      return MakeInputError(pointer + "/optimizer", "no matrix optimizer", std::string(DescriptionOf(step.optimizer).name),
+                            std::string(DescriptionOf(OptimizerKind::kMuon).name));
+    if (step.shape.size() != 2)
+      return MakeInputError(pointer + "/shape", "a matrix has two dimensions",
+                            fmt::format("{}", step.shape.size()), "2");
+    const Key key{step.optimizer, step.ranks, step.replicas, step.shape, step.dtype, step.nesterov, step.ns_steps};
+    if (!known_.insert(key).second) return MakeInputError(pointer, "the step of this matrix is there twice");
+    alive_.clear();
+    works_.clear();
+    ranks_ = step.ranks * step.replicas;
+    for (const auto& [name, entries] : {std::pair("update", &step.update),
+                                        std::pair("orthogonalize", &step.orthogonalize),
+                                        std::pair("apply", &step.apply)}) {
+      for (std::size_t e = 0; e < entries->size(); ++e) {
+        at_ = fmt::format("{}/{}/{}", pointer, name, e);
+        if (Status status = std::visit([this](const auto& entry) { return Take(entry); }, (*entries)[e]);
+            !status)
+          return status;
+      }
+    }
+    if (alive_.empty()) return {};
+    return MakeInputError(pointer, "a storage of the step outlives it", fmt::format("{}", *alive_.begin()),
+                          "a \"-\" event");
+  }
+
+  Status Take(const OperatorEvent& op) {
+    for (const std::vector<StorageId>* used : {&op.reads, &op.writes}) {
+      for (const StorageId storage : *used) {
+        if (!alive_.contains(storage)) return NotAlive(storage);
+      }
+    }
+    if (!op.parameters.empty())
+      return MakeInputError(at_ + "/10", "shards of parameters are not named in an optimizer's step",
+                            fmt::format("{}", op.parameters.front()), "[]");
+    if (!op.collective) return {};
+    if (op.collective->communicator >= 0)
+      return MakeInputError(at_ + "/11/communicator", "an optimizer's step is over a parameter's own ranks",
+                            fmt::format("{}", op.collective->communicator),
+                            fmt::format("{} (shards) or {} (replicas)", kOfShards, kOfReplicas));
+    if (ranks_ == 1)
+      return MakeInputError(at_ + "/11", "a whole matrix needs no collective",
+                            std::string(Name(op.collective->kind)), "none");
+    if (op.collective->work >= 0) works_.insert(op.collective->work);
+    return {};
+  }
+  Status Take(const AllocateEvent& made) {
+    if (made.role != StorageRole::kOptimizerTemp)
+      return MakeInputError(at_ + "/3", "an optimizer's step makes storages of its own",
+                            std::string(Name(made.role)), std::string(Name(StorageRole::kOptimizerTemp)));
+    if (!born_.insert(made.storage).second)
+      return MakeInputError(at_ + "/1", "a storage is born once", fmt::format("{}", made.storage),
+                            "a new number");
+    alive_.insert(made.storage);
+    return {};
+  }
+  Status Take(const FreeEvent& freed) {
+    return alive_.erase(freed.storage) > 0 ? Status() : NotAlive(freed.storage);
+  }
+  Status Take(const CollectiveWaitEvent& wait) {
+    if (works_.contains(wait.work)) return {};
+    return MakeInputError(at_ + "/1", "no collective of this number is issued before",
+                          fmt::format("{}", wait.work), "the work of a collective");
+  }
+  Status NotAlive(StorageId storage) const {
+    return MakeInputError(at_, "this storage is not alive here", fmt::format("{}", storage),
+                          "a storage of a \"+\" event of the step before");
+  }
+
+  const Trace& trace_;
+  std::unordered_set<StorageId> born_;
+  std::set<Key> known_;
+  // The step that is walked over:
+  std::unordered_set<StorageId> alive_;
+  std::unordered_set<std::int32_t> works_;
+  std::int64_t ranks_ = 1;
+  std::string at_;
+};
+
 }  // namespace
 
 Status CheckTrace(const Trace& trace) {
   if (Status status = CheckCommunicators(trace); !status) return status;
   if (Status status = CheckModules(trace); !status) return status;
-  return PassesCheck(trace).Run();
+  if (Status status = PassesCheck(trace).Run(); !status) return status;
+  return OptimizerStepsCheck(trace).Run();
 }
 
 CompiledModules::CompiledModules(const Trace& trace) {

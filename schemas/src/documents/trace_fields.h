@@ -152,8 +152,11 @@ inline constexpr Definition kDefinition<ModelCollective> = {
 template <>
 inline constexpr auto kFields<ModelCollective> = FieldList(
     Required("kind", &ModelCollective::kind, "Kind of collective."),
-    Required("communicator", &ModelCollective::communicator, "Communicator: index into communicators.")
-        .Ref(RefKind::kCommunicator),
+    Required("communicator", &ModelCollective::communicator,
+             "Communicator: index into communicators. In optimizer_steps -1: the ranks that the matrix is cut "
+             "over; -2: its replicas.")
+        .Ref(RefKind::kCommunicator)
+        .AtLeast(kOfReplicas),
     Required("size_bytes", &ModelCollective::size_bytes,
              "The full tensor: the output of an all_gather or a gather, the input of a reduce_scatter or a "
              "scatter, what a rank sends in an all_to_all or a send."),
@@ -372,6 +375,29 @@ inline constexpr auto kFields<Pass> =
               Required("events", &Pass::events, "Events in host order.").Lines());
 
 template <>
+inline constexpr bool kIsBlock<TracedOptimizerStep> = true;
+template <>
+inline constexpr Definition kDefinition<TracedOptimizerStep> = {
+    "trace", "optimizer_step", "A matrix optimizer's step of one matrix, on the first of its ranks."};
+template <>
+inline constexpr auto kFields<TracedOptimizerStep> = FieldList(
+    Required("optimizer", &TracedOptimizerStep::optimizer, "Which."),
+    Required("ranks", &TracedOptimizerStep::ranks, "Over which the first dimension is cut; 1: it is whole.")
+        .AtLeast(1),
+    Optional("replicas", &TracedOptimizerStep::replicas, "Ranks that have the same rows (HSDP).").AtLeast(1),
+    Required("shape", &TracedOptimizerStep::shape, "Of the whole matrix.").Shape(),
+    Required("dtype", &TracedOptimizerStep::dtype, "Of the parameter and of its gradient."),
+    Optional("nesterov", &TracedOptimizerStep::nesterov, "Nesterov momentum."),
+    Optional("ns_steps", &TracedOptimizerStep::ns_steps, "Newton-Schulz iterations.").AtLeast(1),
+    Required("update", &TracedOptimizerStep::update,
+             "Gradient and momentum become what is orthogonalised; storages are optimizer_temp.")
+        .Lines(),
+    Required("orthogonalize", &TracedOptimizerStep::orthogonalize,
+             "From the cast to bfloat16 to the end of the iterations.")
+        .Lines(),
+    Required("apply", &TracedOptimizerStep::apply, "The result goes to the parameter.").Lines());
+
+template <>
 inline constexpr bool kIsBlock<Trace> = true;
 template <>
 inline constexpr Definition kDefinition<Trace> = {"trace", "trace",
@@ -404,10 +430,13 @@ inline constexpr auto kFields<Trace> = FieldList(
     Optional("backwards", &Trace::backwards, "Recorded backwards.").Lines().Defines(RefKind::kBackward),
     Optional("calls", &Trace::calls,
              "What one micro-batch calls, in order, where the loss runs backwards of its own.")
+        .Lines(),
+    Optional("optimizer_steps", &Trace::optimizer_steps, "Steps of matrix optimizers, by ranks and matrix.")
         .Lines());
 
 // trace_json.cc defines them.
 extern template const JsonObjectType& JsonObjectTypeOf<Trace>();
+extern template const JsonObjectType& JsonObjectTypeOf<TracedOptimizerStep>();
 extern template const JsonObjectType& JsonObjectTypeOf<TraceInput>();
 extern template const JsonObjectType& JsonObjectTypeOf<ModuleBuffer>();
 extern template const JsonObjectType& JsonObjectTypeOf<ParameterPlacement>();

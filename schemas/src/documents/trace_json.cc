@@ -10,6 +10,7 @@
 namespace shardplan {
 
 template const JsonObjectType& JsonObjectTypeOf<Trace>();
+template const JsonObjectType& JsonObjectTypeOf<TracedOptimizerStep>();
 template const JsonObjectType& JsonObjectTypeOf<TraceInput>();
 template const JsonObjectType& JsonObjectTypeOf<ModuleBuffer>();
 template const JsonObjectType& JsonObjectTypeOf<ParameterPlacement>();

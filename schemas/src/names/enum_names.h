@@ -39,17 +39,18 @@ SHARDPLAN_ENUM_NAMES(FigureOrigin, "measured", "fitted", "data_sheet", "guess");
 SHARDPLAN_ENUM_NAMES(CopyDirection, "host_to_device", "device_to_host", "device_to_device", "host_to_host");
 SHARDPLAN_ENUM_NAMES(ModulePart, "base_model", "layer", "input_embeddings", "output_embeddings");
 SHARDPLAN_ENUM_NAMES(StorageRole, "input", "buffer", "saved", "forward_temp", "output", "loss_saved",
-                     "loss_temp", "backward_temp", "recompute", "parameter_grad");
+                     "loss_temp", "backward_temp", "recompute", "parameter_grad", "optimizer_temp");
 SHARDPLAN_ENUM_NAMES(Fsdp1Sharding, "full_shard", "shard_grad_op", "no_shard", "hybrid_shard",
                      "hybrid_shard_zero2");
 SHARDPLAN_ENUM_NAMES(Fsdp1BackwardPrefetch, "none", "backward_pre", "backward_post");
 SHARDPLAN_ENUM_NAMES(Fsdp1CommHook, "none", "allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook",
                      "bf16_compress_hook");
 SHARDPLAN_ENUM_NAMES(OptimizerImplementation, "for_loop", "foreach", "fused");
+SHARDPLAN_ENUM_NAMES(MatrixCompute, "sharded", "owned");
 SHARDPLAN_ENUM_NAMES(LayoutKind, "per_parameter", "flat");
 SHARDPLAN_ENUM_NAMES(MemoryKind, "device", "pinned_host", "host");
 SHARDPLAN_ENUM_NAMES(ReduceOp, "sum", "average");
-SHARDPLAN_ENUM_NAMES(SegmentPhase, "forward", "loss", "backward", "recompute");
+SHARDPLAN_ENUM_NAMES(SegmentPhase, "forward", "loss", "backward", "recompute", "optimizer");
 SHARDPLAN_ENUM_NAMES(ProcedureKind, "unshard", "reshard", "unshard_full_precision", "reshard_full_precision",
                      "reduce", "accumulate", "accumulate_again", "reduce_accumulated", "reduce_kept",
                      "reduce_partial");

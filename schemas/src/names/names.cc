@@ -61,6 +61,7 @@ std::string_view Name(FigureOrigin origin) { return EnumName(origin); }
 
 std::string_view Name(InstructionKind kind) { return EnumName(kind); }
 std::string_view Name(TriggerKind kind) { return EnumName(kind); }
+std::string_view Name(MatrixCompute compute) { return EnumName(compute); }
 std::string_view Name(BufferRole role) { return EnumName(role); }
 std::string_view Name(StorageRole role) { return EnumName(role); }
 std::string_view Name(SegmentPhase phase) { return EnumName(phase); }

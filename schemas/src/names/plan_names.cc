@@ -12,6 +12,7 @@ PlanNames::PlanNames(const Plan& plan) {
   for (const Communicator& communicator : plan.communicators)
     table(RefKind::kCommunicator).Add(communicator.name);
   for (const Segment& segment : plan.segments) table(RefKind::kSegment).Add(segment.name);
+  for (const Exchange& exchange : plan.exchanges) table(RefKind::kExchange).Add(exchange.name);
 }
 
 void PlanNames::NameTable::Add(std::string_view name) {

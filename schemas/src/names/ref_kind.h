@@ -26,8 +26,9 @@ enum class RefKind : std::uint8_t {
   kEvent,
   kCommunicator,
   kSegment,
+  kExchange,
 };
-inline constexpr std::size_t kRefKinds = 16;
+inline constexpr std::size_t kRefKinds = 17;
 constexpr bool IsNamed(RefKind kind) { return kind >= RefKind::kUnit; }
 
 }  // namespace shardplan

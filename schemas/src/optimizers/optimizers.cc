@@ -95,6 +95,10 @@ bool AddsDecay(const Optimizer& optimizer) {
   return optimizer.weight_decay && Has(decay->works, optimizer.kind);
 }
 
+Optimizer OptimizerOf(const Optimizer& optimizer, bool muon) {
+  return muon ? Optimizer{.kind = OptimizerKind::kMuon} : optimizer;
+}
+
 std::vector<OptimizerStateDescription> StatesOf(const Optimizer& optimizer) {
   std::vector<OptimizerStateDescription> states;
   for (const OptimizerStateDescription& state : optimizers::kStates) {
@@ -135,15 +139,16 @@ std::vector<OptimizerShard> OptimizerShardsOf(const Unit& unit, std::int64_t ran
     const UnitParameter& parameter = unit.parameters[p];
     if (!parameter.requires_grad) continue;
     shards.push_back({ShardShape(parameter, ranks, 0), parameter.dtype, static_cast<std::int32_t>(p),
-                      parameter.grad_dtype});
+                      parameter.grad_dtype, parameter.muon});
   }
   return shards;
 }
 
 std::vector<Bytes> OptimizerStates(const Optimizer& optimizer, const OptimizerShard& shard) {
+  const Optimizer of_shard = OptimizerOf(optimizer, shard.muon);
   std::vector<Bytes> states;
-  for (const OptimizerStateDescription& state : StatesOf(optimizer)) {
-    if (!IsInShardsMemory(optimizer, state.place)) continue;
+  for (const OptimizerStateDescription& state : StatesOf(of_shard)) {
+    if (!IsInShardsMemory(of_shard, state.place)) continue;
     if (const std::optional<Bytes> size = SizeOf(state, shard)) states.push_back(*size);
   }
   return states;

@@ -183,13 +183,15 @@ void AdafactorForeach(const Optimizer& optimizer, const Shards& shards, PythonLo
   }
 }
 
-PythonLocals LocalsOf(const Optimizer& optimizer, const Shards& shards) {
+PythonLocals LocalsOf(const Optimizer& optimizer, Shards shards) {
+  std::erase_if(shards, &OptimizerShard::muon);
   PythonLocals names;
   const OptimizerImplementation implementation = ImplementationOf(optimizer);
   if (implementation == OptimizerImplementation::kFused) return names;
   const bool loops = implementation == OptimizerImplementation::kForLoop;
   switch (optimizer.kind) {
     case OptimizerKind::kNone:
+    case OptimizerKind::kMuon:
       break;
     case OptimizerKind::kSgd:
       if (loops) {

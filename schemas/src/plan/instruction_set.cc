@@ -20,12 +20,14 @@ class OperandCheck {
                               CheckId("event", i_.event, plan_.events, is_.event),
                               CheckId("communicator", i_.communicator, plan_.communicators, is_.communicator),
                               CheckId("segment", i_.segment, plan_.segments, is_.segment),
+                              CheckId("exchange", i_.exchange, plan_.exchanges, is_.exchange),
                               CheckId("unit", i_.unit, plan_.units, false)}) {
       if (!check) return check;
     }
     for (const StreamId stream : i_.safe_after) {
       if (Status check = CheckId("safe_after stream", stream, plan_.streams, true); !check) return check;
     }
+    if (Status check = CheckMatrix(); !check) return check;
     if (Status check = CheckParameter(); !check) return check;
     if (Status check = CheckParts(); !check) return check;
     if (Status check = CheckDivisor(); !check) return check;
@@ -52,6 +54,13 @@ class OperandCheck {
     if (id == -1) return Wrong(fmt::format("it has no {}", what), "none", "one");
     return Wrong(fmt::format("there is no such {}", what), std::to_string(id),
                  fmt::format("0 to {}", std::ssize(list) - 1));
+  }
+
+  Status CheckMatrix() const {
+    if (i_.kind != InstructionKind::kOrthogonalize) {
+      return i_.matrix == -1 ? Status() : Wrong("only an orthogonalize has a matrix");
+    }
+    return CheckId("matrix", i_.matrix, plan_.exchanges[i_.exchange].matrices, true);
   }
 
   Status CheckParameter() const {

@@ -214,8 +214,12 @@ class Writer {
         for (const Instruction& i : trigger.instructions) CollectFrom(i, trigger.kind);
       }
     }
-    const auto of_all = std::ranges::find(optimizer_steps_, -1, &Instruction::unit);
-    if (of_all != optimizer_steps_.end()) optimizer_steps_ = {Instruction(*of_all)};
+    // A step of all units is of all parameters but Muon's.
+    const auto of_all = [](const Instruction& step) { return step.unit < 0; };
+    if (std::ranges::none_of(optimizer_steps_, of_all)) return;
+    std::erase_if(optimizer_steps_, [&](const Instruction& step) {
+      return !of_all(step) && (step.parameter < 0 || !given_.units[step.unit].parameters[step.parameter].muon);
+    });
   }
 
   void CollectFrom(const Instruction& i, TriggerKind trigger) {
@@ -233,6 +237,15 @@ class Writer {
     }
     if (i.kind == InstructionKind::kOptimizerStep) {
       add_once(optimizer_steps_, &Instruction::unit, &Instruction::parameter);
+    }
+    // An exchange is the business of steps; on demand its matrices are stepped one by one.
+    if (i.kind != InstructionKind::kUpdateApply) return;
+    for (const ExchangedMatrix& matrix : given_.exchanges[i.exchange].matrices) {
+      const Instruction step{.kind = InstructionKind::kOptimizerStep,
+                             .stream = 0,
+                             .unit = matrix.unit,
+                             .parameter = matrix.parameter};
+      if (std::ranges::find(optimizer_steps_, step) == optimizer_steps_.end()) optimizer_steps_.push_back(step);
     }
   }
 

@@ -32,6 +32,7 @@ class PlanTextWriter {
     for (const PlanStream& stream : plan_.streams) Table("stream", stream);
     for (const std::string& event : plan_.events) Table("event", event);
     for (const Communicator& communicator : plan_.communicators) Table("communicator", communicator);
+    for (const Exchange& exchange : plan_.exchanges) Table("exchange", exchange);
     for (const TraceInput& input : plan_.inputs) Table("input", input);
     for (const ModuleBuffer& buffer : plan_.model_buffers) Table("model_buffer", buffer);
     out_ += "\n# What it was made from.\n";

@@ -25,7 +25,8 @@ const std::map<std::string_view, std::string_view> kLists = {{"unit", "units"},
                                                              {"event", "events"},
                                                              {"input", "inputs"},
                                                              {"model_buffer", "model_buffers"},
-                                                             {"communicator", "communicators"}};
+                                                             {"communicator", "communicators"},
+                                                             {"exchange", "exchanges"}};
 
 std::string_view Trim(std::string_view text) {
   const std::size_t first = text.find_first_not_of(" \t\r");
@@ -97,9 +98,8 @@ class TextToJson {
     const auto list = kLists.find(keyword);
     if (list == kLists.end()) {
       return Fail(fmt::format("unknown keyword \"{}\"", keyword), "",
-                  "plan, step, procedure, unit, buffer, stream, event, communicator, input, model_buffer, "
-                  "cluster, strategy or "
-                  "segment");
+                  "plan, step, procedure, unit, buffer, stream, event, communicator, exchange, input, "
+                  "model_buffer, cluster, strategy or segment");
     }
     Elements& elements = elements_[list->second];
     lines_[fmt::format("/{}/{}", list->second, elements.count)] = line_;

@@ -103,14 +103,14 @@ constexpr std::array<Clause, 4> kClauses = {
 // The value of `key=`, as JSON; empty when it does not parse. `field` gets the JSON name.
 std::string KeyValueJson(const std::string& key, WordReader& words, std::string& field) {
   field = key == "mb" ? "microbatch" : (key == "occ" ? "occurrence" : (key == "op" ? "reduce_op" : key));
-  if (key == "mb" || key == "occ" || key == "divisor" || key == "parameter") return NumberJson(words);
+  if (key == "mb" || key == "occ" || key == "divisor" || key == "parameter" || key == "matrix") return NumberJson(words);
   if (key == "safe_after") return ReferenceListJson(words);
   if (key == "parts") return NumberListJson(words);
   if (key == "op") {
     const std::optional<std::string> word = words.NextName();
     return word.has_value() ? JsonString(*word) : "";
   }
-  if (key == "src" || key == "dst" || key == "event" || key == "segment") {
+  if (key == "src" || key == "dst" || key == "event" || key == "segment" || key == "exchange") {
     const std::optional<PlanWord> word = words.Next();
     return word.has_value() ? ReferenceJson(*word) : "";
   }

@@ -59,6 +59,8 @@ std::optional<std::string_view> PlanWords::RawName(RefKind kind, std::int64_t id
       return NameIn(plan_.communicators, id, name);
     case RefKind::kSegment:
       return NameIn(plan_.segments, id, name);
+    case RefKind::kExchange:
+      return NameIn(plan_.exchanges, id, name);
     default:
       return std::nullopt;
   }
@@ -103,6 +105,9 @@ std::string PlanWords::Line(const Instruction& instruction) const {
   std::string line(EnumName(instruction.kind));
   line += Operands(instruction);
   if (instruction.microbatch_offset != 0) line += fmt::format(" mb={}", instruction.microbatch_offset);
+  if (instruction.exchange != -1)
+    line += fmt::format(" exchange={}", Word(RefKind::kExchange, instruction.exchange));
+  if (instruction.matrix != -1) line += fmt::format(" matrix={}", instruction.matrix);
   if (instruction.parameter != -1) line += fmt::format(" parameter={}", instruction.parameter);
   if (instruction.divisor != 1.0) line += fmt::format(" divisor={}", NumberWord(instruction.divisor));
   if (instruction.reduce_op != ReduceOp::kSum) line += fmt::format(" op={}", EnumName(instruction.reduce_op));

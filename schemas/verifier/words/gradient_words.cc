@@ -129,6 +129,13 @@ void Words::SteppedWithoutStates(UnitId unit, Position at) {
                 {"at: " + Describe(at)});
 }
 
+void Words::SteppedWithoutGradient(UnitId unit, std::int32_t parameter, Position at) {
+  reporter_.Add(Rule::kOptimizerStep, at, unit,
+                fmt::format("{} steps {}, which has no reduced gradient", Instruction(at),
+                            plan_.units[unit].parameters[parameter].fqn),
+                {"at: " + Describe(at)});
+}
+
 void Words::NeverAllocated(BufferId own) {
   reporter_.Add(Rule::kOptimizerStep, {}, own, fmt::format("nothing allocates {}", Buffer(own)));
 }

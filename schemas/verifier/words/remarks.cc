@@ -145,6 +145,11 @@ class Observer {
 
   void OnOptimizer(const Instruction& i) {
     if (DescriptionOf(i.kind).value != ValueEffect::kSteps) return;
+    if (i.exchange >= 0) {
+      if (i.kind != InstructionKind::kUpdateApply) return;
+      for (const ExchangedMatrix& matrix : plan_.exchanges[i.exchange].matrices) Outdate(matrix.unit);
+      return;
+    }
     for (std::size_t u = 0; u < units_.size(); ++u) {
       const bool trains = std::ranges::any_of(plan_.units[u].parameters, &UnitParameter::requires_grad);
       if (trains && (i.unit < 0 || i.unit == static_cast<UnitId>(u))) Outdate(static_cast<UnitId>(u));

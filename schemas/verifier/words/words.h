@@ -76,6 +76,7 @@ class Words {
   void NotReduced(const Gradient& gradient, MissingReduction missing, BufferId buffer, Position at);
   void SteppedWithout(BufferId own, UnitId unit, Position at);
   void SteppedWithoutStates(UnitId unit, Position at);
+  void SteppedWithoutGradient(UnitId unit, std::int32_t parameter, Position at);
   void NeverAllocated(BufferId own);
   void AllocatedBehindStep(BufferId state, Position allocated);
   void SteppedOutOfReach(BufferId shard, bool on_host, Position at);

@@ -104,6 +104,23 @@ std::int64_t LeaderOf(const Communicator& communicator, std::int64_t rank) {
   return leader;
 }
 
+std::int64_t PlaceInGroup(const Communicator& communicator, std::int64_t rank) {
+  if (communicator.dims.empty()) return rank / communicator.stride % communicator.size;
+  std::int64_t place = 0;
+  for (const CommunicatorDim& dim : communicator.dims) place = place * dim.size + rank / dim.stride % dim.size;
+  return place;
+}
+
+std::int64_t RankAtPlace(const Communicator& communicator, std::int64_t leader, std::int64_t place) {
+  if (communicator.dims.empty()) return leader + place * communicator.stride;
+  std::int64_t rank = leader;
+  for (auto dim = communicator.dims.rbegin(); dim != communicator.dims.rend(); ++dim) {
+    rank += place % dim->size * dim->stride;
+    place /= dim->size;
+  }
+  return rank;
+}
+
 }  // namespace internal
 
 std::int64_t RanksSpanned(const Communicator& communicator) {

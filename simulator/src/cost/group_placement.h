@@ -12,4 +12,8 @@ namespace shardplan::internal {
 // divisions are of 32 bits.
 std::int64_t LeaderOf(const Communicator& communicator, std::int64_t rank);
 
+// A rank's place in its group, and the rank at a place of the group that `leader` leads.
+std::int64_t PlaceInGroup(const Communicator& communicator, std::int64_t rank);
+std::int64_t RankAtPlace(const Communicator& communicator, std::int64_t leader, std::int64_t place);
+
 }  // namespace shardplan::internal

@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "cost/fixed_log.h"
+#include "shardplan/schemas/exchanges.h"
 #include "shardplan/schemas/layout.h"
 #include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/policy_knobs.h"
@@ -18,6 +19,31 @@ OptimizerCost CostOf(const Optimizer& optimizer, Bytes bytes, std::size_t shards
   const bool loops = ImplementationOf(optimizer) == OptimizerImplementation::kForLoop;
   return {bytes * passes.read, bytes * passes.written,
           passes.kernels * (loops ? tensors : 1) + passes.kernels_by_tensor * tensors};
+}
+
+OptimizerCost CostOfUpdate(const Plan& plan, const Instruction& instruction) {
+  const Exchange& exchange = plan.exchanges[static_cast<std::size_t>(instruction.exchange)];
+  const ExchangeLayout layout(plan, exchange);
+  const bool nesterov = !plan.strategy.optimizer.muon || plan.strategy.optimizer.muon->nesterov;
+  OptimizerCost cost;
+  for (std::size_t m = 0; m < exchange.matrices.size(); ++m) {
+    const ExchangedMatrix& matrix = exchange.matrices[m];
+    const UnitParameter& parameter = plan.units[static_cast<std::size_t>(matrix.unit)]
+                                         .parameters[static_cast<std::size_t>(matrix.parameter)];
+    const std::int64_t numel = layout.PieceNumel(m, 0);
+    if (numel == 0) continue;
+    const Bytes shard{numel * SizeBytes(parameter.dtype)};
+    const Bytes gradient{numel * SizeBytes(parameter.grad_dtype.value_or(parameter.dtype))};
+    const Bytes piece{numel * SizeBytes(exchange.dtype)};
+    if (instruction.kind == InstructionKind::kUpdateApply) {
+      cost = cost + OptimizerCost{shard * 2 + piece, shard * 2, 2};
+      continue;
+    }
+    // momentum.lerp_(gradient); a copy of the momentum, or of its interpolation with the gradient.
+    cost = cost + OptimizerCost{gradient * 3, gradient + piece, 2};
+    if (nesterov) cost = cost + OptimizerCost{gradient * 2, gradient, 1};
+  }
+  return cost;
 }
 
 OptimizerSteps::OptimizerSteps(const Plan& plan)
@@ -49,12 +75,15 @@ OptimizerCost OptimizerSteps::CostIn(UnitId unit, std::int32_t parameter, Place 
   const std::vector<OptimizerShard> shards = Shards(unit, place);
   Bytes bytes;
   Bytes of_parameter;
+  std::size_t stepped = 0;
   for (const OptimizerShard& shard : shards) {
+    if (shard.muon) continue;  // segments and exchanges have its work
+    ++stepped;
     bytes += SizeBytes(shard);
     if (shard.parameter == parameter) of_parameter += SizeBytes(shard);
   }
   const Optimizer& optimizer = plan_.strategy.optimizer;
-  if (unit < 0 || parameter < 0) return CostOf(optimizer, bytes, shards.size());
+  if (unit < 0 || parameter < 0) return CostOf(optimizer, bytes, stepped);
   const Unit& owner = plan_.units[static_cast<std::size_t>(unit)];
   if (owner.layout == LayoutKind::kPerParameter) return CostOf(optimizer, of_parameter, 1);
   std::int64_t all = 0;

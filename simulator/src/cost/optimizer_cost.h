@@ -22,6 +22,10 @@ inline OptimizerCost operator+(const OptimizerCost& a, const OptimizerCost& b) {
 // A step of so many shards of so many bytes in all.
 OptimizerCost CostOf(const Optimizer& optimizer, Bytes bytes, std::size_t shards);
 
+// An update_copy_in or update_apply, as the first rank does it: the momentum's and Nesterov's interpolation
+// and the cast into the pieces; or the weight decay and the sum.
+OptimizerCost CostOfUpdate(const Plan& plan, const Instruction& instruction);
+
 // By where the shards are.
 struct OptimizerWork {
   OptimizerCost on_device;

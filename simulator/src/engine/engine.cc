@@ -68,7 +68,7 @@ Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, En
   SHARDPLAN_ASSERT(
       lowered.code.size() == lowered.origins.size() && lowered.code.size() == lowered.next_in_stream.size(),
       "LowerPlan adds to all of them");
-  return internal::StepRunner(program, lowered, timeline, options).Run();
+  return internal::StepRunner(program, lowered, timeline, options, nullptr, {.rank = program.rank}).Run();
 }
 
 }  // namespace shardplan

@@ -15,6 +15,7 @@
 #include "engine/model_streams.h"
 #include "engine/segment_parts.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/exchanges.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/engine.h"
 
@@ -228,9 +229,25 @@ class Lowering {
       return Bad("/steps/" + Text(s), "too many passes", Text(step_.phases.size()));
     if (Status checked = CheckLength("/steps/" + Text(s)); !checked) return checked;
     step_.record_slots = static_cast<std::int32_t>(unit_of_slot_.size());
+    ChooseRank();
     step_.queued_behind = internal::QueuedBehind(program_, step_, cluster_.host);
     program_.steps.push_back(std::move(step_));
     return {};
+  }
+
+  // The first rank with the most work of its own stands for all.
+  void ChooseRank() {
+    if (step_.owned.empty()) return;
+    program_.groups = plan_.communicators;
+    std::map<std::int64_t, Nanoseconds> work_ns;
+    for (const auto& [instruction, work] : step_.owned) {
+      const Communicator& group = At(plan_.communicators, work.communicator);
+      const EngineSegment& segment = At(program_.segments, At(step_.code, instruction).operand);
+      if (segment.count == 0) continue;
+      work_ns[internal::RankAtPlace(group, 0, work.owner)] += At(program_.operators, segment.first).rest_ns;
+    }
+    const auto most = std::ranges::max_element(work_ns, {}, [](const auto& of) { return of.second; });
+    program_.rank = most == work_ns.end() ? 0 : static_cast<std::int32_t>(most->first);
   }
 
   void Reserve(const PlanStep& step) {
@@ -317,7 +334,13 @@ class Lowering {
         }
         break;
       case InstructionFamily::kOptimizer:
-        if (IsWork(instruction.kind)) LowerOptimizer(instruction, lowered);
+        if (instruction.kind == InstructionKind::kOrthogonalize) {
+          LowerOrthogonalize(instruction, lowered);
+        } else if (instruction.exchange >= 0) {
+          LowerUpdate(instruction, lowered);
+        } else if (IsWork(instruction.kind)) {
+          LowerOptimizer(instruction, lowered);
+        }
         break;
       case InstructionFamily::kCopy:
       case InstructionFamily::kScale:
@@ -367,6 +390,10 @@ class Lowering {
         engine_ended_ ? EnterPhase(Phase::kBackward) : EnterBackward();
         break;
       case SegmentPhase::kRecompute:
+        break;
+      case SegmentPhase::kOptimizer:
+        in_backward_ = false;
+        EnterPhase(Phase::kOptimizer);
         break;
     }
     lowered.op = EngineOp::kSegment;
@@ -497,6 +524,11 @@ class Lowering {
     const CollectiveKind kind = *DescriptionOf(instruction.kind).collective;
     CollectiveRequest request{.kind = kind, .ranks = communicator.size, .placements = *placements};
     request.full_tensor_bytes = SizeBytes(At(plan_.buffers, FullTensorOf(instruction)));
+    if (kind == CollectiveKind::kAllToAll) {
+      const ExchangeTraffic traffic = TrafficOf(plan_, instruction);
+      request.full_tensor_bytes = traffic.size_bytes;
+      request.busiest_ppm = traffic.busiest_ppm;
+    }
     Result<const KnownCollective*> known = CostOf(request, instruction.communicator);
     if (!known) return std::unexpected(known.error());
     FillCollective(request, instruction.communicator, **known, lowered);
@@ -580,6 +612,26 @@ class Lowering {
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.duration_ns = copy_costs_.Of(work.on_device.read_bytes, work.on_device.written_bytes);
     if (in_kernels) lowered.duration_ns += issue_ns;
+  }
+
+  // By the owner alone.
+  void LowerOrthogonalize(const Instruction& instruction, EngineInstruction& lowered) {
+    LowerCompute(instruction, lowered);
+    const Exchange& exchange = At(plan_.exchanges, instruction.exchange);
+    const ExchangedMatrix& matrix = At(exchange.matrices, instruction.matrix);
+    lowered.unit = static_cast<std::int16_t>(matrix.unit);
+    step_.owned[static_cast<std::int32_t>(step_.code.size())] = {exchange.communicator, matrix.owner};
+  }
+
+  // Elementwise work on this rank's rows, and copies from or to the pieces.
+  void LowerUpdate(const Instruction& instruction, EngineInstruction& lowered) {
+    const OptimizerCost cost = CostOfUpdate(plan_, instruction);
+    lowered.op = EngineOp::kWork;
+    lowered.work = WorkClass::kCompute;
+    lowered.stream = static_cast<std::int8_t>(instruction.stream);
+    lowered.duration_ns = copy_costs_.Of(cost.read_bytes, cost.written_bytes);
+    const Nanoseconds issue_ns = OptimizerIssue(cluster_.host) * cost.kernels;
+    (cluster_.host.runs_kernels ? lowered.duration_ns : lowered.host_ns) += issue_ns;
   }
 
   void LowerCopy(const Instruction& instruction, EngineInstruction& lowered) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "cost/group_placement.h"
 #include "engine/host_order.h"
 #include "shardplan/schemas/assert.h"
 
@@ -26,6 +27,11 @@ StepRunner::StepRunner(const EngineProgram& program, const EngineStep& step, Eng
       slots_(static_cast<std::size_t>(step.record_slots)),
       finished_in_(static_cast<std::size_t>(program.communicators)) {
   for (std::size_t s = 0; s < streams_.size(); ++s) streams_[s].head = step.first_in_stream[s];
+  if (!step.owned.empty()) others_.assign(step.code.size(), 0);
+  for (const auto& [instruction, work] : step.owned) {
+    const std::int64_t place = PlaceInGroup(program.groups[Index(work.communicator)], traits.rank);
+    others_[Index(instruction)] = place == work.owner ? 0 : 1;
+  }
 }
 
 Result<EngineResult> StepRunner::Run() {
@@ -138,8 +144,9 @@ inline void StepRunner::IssueOne(std::int32_t i, const EngineInstruction& instru
   started_ns_ = host_ns_;
   // A segment's operators are issued one by one.
   const bool is_segment = instruction.op == EngineOp::kSegment;
-  host_ns_ +=
-      instruction.host_ns.value * (is_segment ? program_.segments[Index(instruction.operand)].count : 1);
+  if (!IsOthers(i))
+    host_ns_ +=
+        instruction.host_ns.value * (is_segment ? program_.segments[Index(instruction.operand)].count : 1);
   // A segment's operators are issued from its start on; anything else when its issue cost is paid.
   issued_ns_[Index(i)] = is_segment ? started_ns_ : host_ns_;
   issued_ = i + 1;
@@ -265,13 +272,14 @@ inline bool StepRunner::StartWork(std::size_t s, StreamState& stream, const Engi
 inline bool StepRunner::StartOperators(std::size_t s, StreamState& stream,
                                        const EngineInstruction& instruction) {
   const EngineSegment& segment = program_.segments[Index(instruction.operand)];
+  const bool others = IsOthers(stream.head);
   const std::int64_t base_ns = issued_ns_[Index(stream.head)];
-  if (stream.next_operator == segment.count) {
+  if (others || stream.next_operator == segment.count) {
     if (base_ns > now_ns_) {
       stream.wake_ns = base_ns;
       return false;
     }
-    if (segment.count > 0) account_.EndWork(s, stream, now_ns_);
+    if (segment.count > 0 && !others) account_.EndWork(s, stream, now_ns_);
     Pop(stream);
     return true;
   }

@@ -82,6 +82,7 @@ class StepRunner {
   enum class HostStage : std::uint8_t { kBefore, kIssued };
 
   static std::size_t Index(std::int32_t i) { return static_cast<std::size_t>(i); }
+  bool IsOthers(std::int32_t i) const { return !others_.empty() && others_[Index(i)] != 0; }
 
   // ---- the host ----
   // Issues until something that it waits for is not there yet (false), or to the end.
@@ -125,6 +126,7 @@ class StepRunner {
   std::int64_t host_ns_ = 0;
   std::int64_t started_ns_ = 0;  // when the host began it
 
+  std::vector<char> others_;               // by instruction: another rank's work; empty: there is none
   std::vector<std::int64_t> issued_ns_;    // by instruction
   std::vector<std::int64_t> passed_ns_;    // by instruction, where queues have a depth
   std::vector<Slot> slots_;                // of records

@@ -203,6 +203,8 @@ class Walk {
         return TimeCause::kBackward;
       case SegmentPhase::kRecompute:
         return TimeCause::kRecompute;
+      case SegmentPhase::kOptimizer:
+        return TimeCause::kOptimizer;
     }
     return TimeCause::kForward;
   }

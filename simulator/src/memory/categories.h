@@ -16,6 +16,7 @@ inline constexpr std::int32_t kCublasWorkspace = kKernelTemp + 1;
 constexpr std::int32_t CategoryOf(BufferRole role) { return static_cast<std::int32_t>(role); }
 constexpr std::int32_t CategoryOf(StorageRole role) {
   if (role == StorageRole::kParameterGrad) return CategoryOf(BufferRole::kGradUnsharded);
+  if (role == StorageRole::kOptimizerTemp) return CategoryOf(BufferRole::kOptimizerTemp);
   return kBufferRoles + static_cast<std::int32_t>(role);
 }
 

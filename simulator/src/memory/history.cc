@@ -175,6 +175,10 @@ class MemoryWalk {
   }
 
   void ApplyOptimizer(const Instruction& instruction) {
+    if (instruction.exchange >= 0) {
+      if (instruction.kind == InstructionKind::kOrthogonalize && OnDevice()) segments_.Run(instruction);
+      return;
+    }
     if (DescriptionOf(instruction.kind).value == ValueEffect::kSteps)
       return optimizer_.Step(instruction.unit);
     gradients_.Zero(instruction.unit);

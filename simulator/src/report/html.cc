@@ -62,6 +62,7 @@ SpanGroup GroupOf(const Plan& plan, const Span& span, const Instruction& instruc
   switch (DescriptionOf(instruction.kind).family) {
     case InstructionFamily::kCompute: {
       const SegmentPhase phase = plan.segments[static_cast<std::size_t>(instruction.segment)].phase;
+      if (phase == SegmentPhase::kOptimizer) return SpanGroup::kOptimizer;
       return phase == SegmentPhase::kBackward ? SpanGroup::kBackward : SpanGroup::kForward;
     }
     case InstructionFamily::kOptimizer:

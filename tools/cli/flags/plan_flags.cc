@@ -147,6 +147,10 @@ Status ApplyOptimizer(const std::optional<std::string>& text, Strategy& strategy
   const auto* is = std::ranges::find(kOptimizers, kind, &OptimizerDescription::name);
   if (is == kOptimizers.end()) return bad();
   Optimizer optimizer{.kind = is->kind, .momentum = momentum};
+  if (is->kind == OptimizerKind::kMuon) {
+    optimizer.kind = OptimizerKind::kAdamW;
+    optimizer.muon = strategy.optimizer.muon.value_or(Muon());
+  }
   while (dash != std::string::npos) {
     const std::size_t next = text->find('-', dash + 1);
     const std::string word = text->substr(dash + 1, next == std::string::npos ? next : next - dash - 1);
@@ -163,6 +167,42 @@ Status ApplyOptimizer(const std::optional<std::string>& text, Strategy& strategy
     }
   }
   strategy.optimizer = optimizer;
+  return {};
+}
+
+// The words of --muon-owners.
+constexpr std::string_view kNoOwners = "none", kOverShards = "shards", kOverReplicas = "replicas",
+                           kDistMuon = "dist_muon";
+
+Status ApplyMuon(const PlanFlags& flags, Strategy& strategy) {
+  if (flags.muon_matrices.empty() && !flags.muon_owners && flags.muon_bucket.empty()) return {};
+  if (!strategy.optimizer.muon) {
+    return BadFlag(flags.muon_owners             ? "--muon-owners"
+                   : flags.muon_matrices.empty() ? "--muon-bucket"
+                                                 : "--muon-matrices",
+                   "an optimizer without Muon", "--optimizer muon");
+  }
+  Muon& muon = *strategy.optimizer.muon;
+  if (!flags.muon_matrices.empty()) muon.matrices = flags.muon_matrices;
+  if (flags.muon_owners) {
+    const std::string& owners = *flags.muon_owners;
+    if (owners != kNoOwners && owners != kOverShards && owners != kOverReplicas && owners != kDistMuon) {
+      return BadFlag("--muon-owners", owners,
+                     fmt::format("{}, {}, {} or {}", kNoOwners, kOverShards, kOverReplicas, kDistMuon));
+    }
+    muon.compute.clear();
+    if (owners != kNoOwners) muon.compute = {{.parameters = {}, .over_replicas = owners == kOverReplicas}};
+    muon.dist_muon = owners == kDistMuon;
+  }
+  if (!flags.muon_bucket.empty()) muon.buckets.clear();
+  for (const std::string& bucket : flags.muon_bucket) {
+    std::vector<std::string>& patterns = muon.buckets.emplace_back();
+    for (std::size_t begin = 0; begin <= bucket.size();) {
+      const std::size_t end = std::min(bucket.find(',', begin), bucket.size());
+      patterns.push_back(bucket.substr(begin, end - begin));
+      begin = end + 1;
+    }
+  }
   return {};
 }
 
@@ -286,6 +326,16 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
   group.Option("--optimizer", flags.optimizer,
                fmt::format("{}; then any of {} (default: PyTorch's), {}", OptimizerWords(),
                            ImplementationWords(", "), ArgumentWords()));
+  group.Option("--muon-matrices", flags.muon_matrices,
+               "With --optimizer muon: parameters that Muon steps, FQNs or patterns (default: matrices, but "
+               "embeddings and the head)");
+  group.Option("--muon-owners", flags.muon_owners,
+               fmt::format("The ranks that may have a matrix whole: {} (default: torch.optim.Muon on "
+                           "DTensors), {}, {} (of HSDP) or {} (torchtitan's)",
+                           kNoOwners, kOverShards, kOverReplicas, kDistMuon));
+  group.Option("--muon-bucket", flags.muon_bucket,
+               "Matrices that are exchanged together, patterns joined by commas; once for each bucket "
+               "(default: one of all)");
   group.Option("--alloc-conf", flags.alloc_conf, kAllocConfWords);
   group.Option("--accumulate", flags.accumulate, "Micro-batches a step")->check(CLI::Range(1, 100000));
   group.Flag("--no-sync", flags.accumulate_without_sync,
@@ -329,6 +379,7 @@ Status ApplyPlanFlags(const PlanFlags& flags, Strategy& strategy) {
   if (Status s = ApplySharding(flags.sharding, strategy); !s) return s;
   if (Status s = ApplyFsdp2Flags(flags.fsdp2, strategy); !s) return s;
   if (Status s = ApplyOptimizer(flags.optimizer, strategy); !s) return s;
+  if (Status s = ApplyMuon(flags, strategy); !s) return s;
   return ApplyFsdp1Flags(flags.fsdp1, strategy);
 }
 

@@ -39,6 +39,9 @@ struct PlanFlags {
   std::vector<std::string> checkpoint_save;  // "aten.mm:2", "torchtitan"
   bool compile = false;
   std::optional<std::string> optimizer;
+  std::vector<std::string> muon_matrices;
+  std::optional<std::string> muon_owners;
+  std::vector<std::string> muon_bucket;
   std::optional<std::string> pytorch;
   std::optional<std::string> alloc_conf;
   std::optional<std::int64_t> accumulate;

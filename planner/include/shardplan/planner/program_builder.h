@@ -80,6 +80,11 @@ class ProgramBuilder {
   void Compute(const HookPoint& event, const std::vector<ParameterId>& accumulating,
                const std::vector<UnitId>& extra_reads);
 
+  // Work beside the model's, which AddSegment gives to the plan once and RunSegment runs. Segments have
+  // different names.
+  SegmentId AddSegment(Segment segment);
+  void RunSegment(SegmentId segment);
+
   // Ends planning with this error, unless an earlier one does.
   void Refuse(std::string message);
   // kBadInput: what was refused.

@@ -29,7 +29,7 @@ bool UsesHybridSharding(const UnitChoice& choice) {
 }  // namespace
 
 Fsdp1Policy::Fsdp1Policy(const PolicyInput& input, ProgramBuilder& builder)
-    : optimizer_(input.strategy, input.partition, builder),
+    : optimizer_(input.trace, input.strategy, input.partition, builder),
       context_{.trace = input.trace,
                .index = input.index,
                .partition = input.partition,

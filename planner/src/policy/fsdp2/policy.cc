@@ -16,7 +16,7 @@ namespace fsdp2 {
 Fsdp2Policy::Fsdp2Policy(const PolicyInput& input, ProgramBuilder& program)
     : input_(input),
       program_(program),
-      optimizer_(input.strategy, input.partition, program),
+      optimizer_(input.trace, input.strategy, input.partition, program),
       model_(input.trace, input.index, input.partition),
       module_calls_(model_, program) {}
 

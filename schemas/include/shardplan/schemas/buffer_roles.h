@@ -19,6 +19,7 @@ enum class RoleContent : std::uint8_t {
   kParameter,
   kGradient,
   kState,       // the optimizer's: states, and what its step takes and gives back
+  kUpdate,      // of matrices, between gradients and parameters
   kActivation,  // storages of the model
   kOrder,       // what ranks compare
   kModel,       // buffers of the model's modules
@@ -148,6 +149,8 @@ inline constexpr auto kTable = std::to_array<BufferRoleDescription>({
     {kInnerReduceAccumulated,   "inner_reduce_accumulated",   C::kGradient,   A::kSlots,   P::kAny,         D::kReduced,              M::kDevice,  L::kAccumulated, R::kInner,      N::kReduce,        ""},
     {kActivation,               "activation",                 C::kActivation, A::kNone,    P::kAny,         D::kAny,                  M::kDevice,  L::kPasses,      R::kNone,       N::kNone,          "saved tensors"},
     {kActivationHost,           "activation_host",            C::kActivation, A::kNone,    P::kAny,         D::kAny,                  M::kHost,    L::kPasses,      R::kNone,       N::kNone,          "save_on_cpu"},
+    {kUpdatePieces,             "update_pieces",              C::kUpdate,     A::kNone,    P::kAny,         D::kAny,                  M::kDevice,  L::kOptimizer,   R::kNone,       N::kNone,          ""},
+    {kUpdateWhole,              "update_whole",               C::kUpdate,     A::kNone,    P::kAny,         D::kAny,                  M::kDevice,  L::kOptimizer,   R::kNone,       N::kNone,          ""},
 });
 // clang-format on
 #pragma GCC diagnostic pop

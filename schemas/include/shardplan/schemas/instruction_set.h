@@ -40,7 +40,7 @@ enum class InstructionFamily : std::uint8_t {
   kCollective,  // moves bytes between ranks
   kScale,       // arithmetic in place
   kOrder,       // events
-  kOptimizer,   // sharded parameters and gradients of all units, or of one
+  kOptimizer,   // sharded parameters and gradients, updates made of them
 };
 
 // A buffer that an instruction names. Without access (kNone) the kind has no such operand.
@@ -132,6 +132,7 @@ struct InstructionDescription {
   bool event = false;
   bool communicator = false;
   bool segment = false;
+  bool exchange = false;
   OptionalFields optional = 0;
   LifetimeEffect lifetime = LifetimeEffect::kNone;
   OrderEffect order = OrderEffect::kNone;
@@ -165,6 +166,8 @@ inline constexpr RoleSet kReduced = RolesWhere(
 inline constexpr RoleSet kGradients = RolesWhere([](Role r) { return r.holds == RoleContent::kGradient; });
 inline constexpr RoleSet kPartlyReduced = RolesWhere([](Role r) { return IsPartlyReduced(r.role); });
 inline constexpr RoleSet kUnscattered = kUnreduced | kPartlyReduced;
+// Both sides of an exchange of matrices.
+inline constexpr RoleSet kUpdates = RolesWhere([](Role r) { return r.holds == RoleContent::kUpdate; });
 // Gradients that a grad_zero may have to stand for.
 inline constexpr RoleSet kZeroed = kPartlyReduced | RolesIn({kGradUnshardedAccumulated});
 
@@ -207,6 +210,10 @@ inline constexpr auto kFields = std::to_array<Fields>({
     {kRecord,             "record",               F::kOrder,       P::kStream,       {},                                                             {},                                                               0},
     {kWait,               "wait",                 F::kOrder,       P::kStream,       {},                                                             {},                                                               0},
     {kHostWait,           "host_wait",            F::kOrder,       P::kHost,         {},                                                             {},                                                               0},
+    {kUpdateCopyIn,       "update_copy_in",       F::kOptimizer,   P::kStream,       {},                                                             {kWrite, RolesIn({kUpdatePieces})},                               0},
+    {kAllToAll,           "all_to_all",           F::kCollective,  P::kStream,       {kRead, kUpdates},                                              {kWrite, kUpdates},                                               0},
+    {kOrthogonalize,      "orthogonalize",        F::kOptimizer,   P::kStream,       {},                                                             {kReadWrite, RolesIn({kUpdateWhole})},                            0},
+    {kUpdateApply,        "update_apply",         F::kOptimizer,   P::kStream,       {kRead, RolesIn({kUpdatePieces})},                              {},                                                               0},
     {kOptimizerStep,      "optimizer_step",       F::kOptimizer,   P::kStreamOrHost, {},                                                             {},                                                               FieldsIn({O::kUnit, O::kParameter})},
     {kZeroGrad,           "zero_grad",            F::kOptimizer,   P::kHost,         {},                                                             {},                                                               FieldsIn({O::kUnit})},
 });
@@ -257,6 +264,10 @@ inline constexpr auto kEffects = std::to_array<Effects>({
     {kRecord,             L::kNone,   E::kRecords,    V::kNone,         A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
     {kWait,               L::kNone,   E::kWaits,      V::kNone,         A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
     {kHostWait,           L::kNone,   E::kHostWaits,  V::kNone,         A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
+    {kUpdateCopyIn,       L::kNone,   E::kNone,       V::kSteps,        A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
+    {kAllToAll,           L::kNone,   E::kMeets,      V::kSteps,        A::kNone,   M::kNone,           C::kAllToAll,       R::kNone,       ""},
+    {kOrthogonalize,      L::kNone,   E::kNone,       V::kSteps,        A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
+    {kUpdateApply,        L::kNone,   E::kNone,       V::kSteps,        A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
     {kOptimizerStep,      L::kNone,   E::kNone,       V::kSteps,        A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
     {kZeroGrad,           L::kDrops,  E::kNone,       V::kNone,         A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
 });
@@ -301,6 +312,12 @@ inline constexpr auto kSays = std::to_array<Says>({
     {kRecord, "the stream records the event"},
     {kWait, "the stream waits for the event"},
     {kHostWait, "the host waits for the event (rate limiter, offloaded gradients)"},
+    {kUpdateCopyIn,
+     "of the exchange's matrices: the momentum takes in the gradient, and this rank's rows of the update go "
+     "to their owners' places"},
+    {kAllToAll, "pieces to their owners, or an owner's result to all ranks that have rows of it"},
+    {kOrthogonalize, "`matrix` of the exchange, in place, by `segment`: on its owner alone"},
+    {kUpdateApply, "of the exchange's matrices: this rank's rows of the parameters take in the update"},
     {kOptimizerStep,
      "of all units, of one, or of one parameter of one (ranks without a piece of it do nothing)"},
     {kZeroGrad, "sharded gradients are dropped"},
@@ -334,7 +351,9 @@ inline constexpr auto kTable = [] {
                 .dst = has.dst,
                 .event = has.family == InstructionFamily::kOrder,
                 .communicator = has.family == InstructionFamily::kCollective,
-                .segment = has.family == InstructionFamily::kCompute,
+                .segment = has.family == InstructionFamily::kCompute || has.kind == kOrthogonalize,
+                .exchange = has.kind == kUpdateCopyIn || has.kind == kAllToAll ||
+                            has.kind == kOrthogonalize || has.kind == kUpdateApply,
                 .optional = has.optional,
                 .lifetime = does.lifetime,
                 .order = does.order,

@@ -122,6 +122,7 @@ inline constexpr auto kTable = std::to_array<OptimizerDescription>({
     {kAdamW,     "adamw",     "AdamW",     I::kForeach, true,  G::kOfParameter,  false,    {4, 3, 1},  {12, 8, 8},      14},
     {kAdam,      "adam",      "Adam",      I::kForeach, true,  G::kOfParameter,  false,    {4, 3, 1},  {12, 8, 8},      14},
     {kAdafactor, "adafactor", "Adafactor", I::kForLoop, false, G::kAny,          false,    {},         {11, 6, 12, 7},  16},
+    {kMuon,      "muon",      "Muon",      I::kForLoop, false, G::kAny,          true,     {},         {},              0},
 });
 
 //   argument              name            flag          takes                         works                         fused       unfused
@@ -149,6 +150,7 @@ inline constexpr auto kStates = std::to_array<OptimizerStateDescription>({
     {kAdafactor, "row_var",         S::kRows,       D::kGradient,   P::kShard,   nullptr},
     {kAdafactor, "col_var",         S::kColumns,    D::kGradient,   P::kShard,   nullptr},
     {kAdafactor, "variance",        S::kOfVector,   D::kGradient,   P::kShard,   nullptr},
+    {kMuon,      "momentum_buffer", S::kParameter,  D::kGradient,   P::kShard,   nullptr},
 });
 
 // The words of --optimizer, in the order of the enumerators.
@@ -198,6 +200,9 @@ OptimizerPasses PassesOf(const Optimizer& optimizer);
 // Whether the argument adds to the gradients (in place or in a copy): weight decay that is not decoupled.
 bool AddsDecay(const Optimizer& optimizer);
 
+// The optimizer of a parameter: Muon's, or that of the rest.
+Optimizer OptimizerOf(const Optimizer& optimizer, bool muon);
+
 // The states that these arguments make, in order of creation.
 std::vector<OptimizerStateDescription> StatesOf(const Optimizer& optimizer);
 
@@ -213,6 +218,7 @@ struct OptimizerShard {
   DType dtype = DType::kFloat32;
   std::int32_t parameter = 0;       // index into Unit::parameters; of a flat parameter: its first one
   std::optional<DType> grad_dtype;  // of its gradient, where that is another
+  bool muon = false;                // UnitParameter::muon
   bool operator==(const OptimizerShard&) const = default;
 };
 
@@ -226,6 +232,8 @@ std::vector<OptimizerShard> OptimizerShardsOf(const Unit& unit, std::int64_t ran
 // Requested sizes of the states of a shard that are in its own memory, in order of creation.
 std::vector<Bytes> OptimizerStates(const Optimizer& optimizer, const OptimizerShard& shard);
 
+// Of what follows, shards that Muon steps have none: segments and exchanges have their memory.
+//
 // Requested sizes of the temporaries of a step that are alive at the same time, where that is most; `shards`
 // in the optimizer's order. The Python of torch/optim/{adam,sgd,_adafactor}.py makes and drops them so.
 std::vector<Bytes> OptimizerTemporaries(const Optimizer& optimizer,

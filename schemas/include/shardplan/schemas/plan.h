@@ -31,6 +31,7 @@ using BufferId = std::int32_t;
 using StreamId = std::int32_t;
 using EventId = std::int32_t;
 using SegmentId = std::int32_t;
+using ExchangeId = std::int32_t;
 
 enum class LayoutKind : std::uint8_t { kPerParameter, kFlat };
 
@@ -62,6 +63,7 @@ struct UnitParameter {
   // gathered tensors. Empty: the shard itself.
   std::vector<ExtensionBuffer> gathered;
   std::vector<ExtensionBuffer> unsharded;
+  bool muon = false;  // Muon steps it (Optimizer::muon), not the optimizer of the rest
   bool operator==(const UnitParameter&) const = default;
 };
 
@@ -130,8 +132,11 @@ enum class BufferRole : std::uint8_t {
   // on the device before and after.
   kActivation,
   kActivationHost,
+  // An exchange of matrices: this rank's rows of them, by owner / the whole matrices that this rank owns.
+  kUpdatePieces,
+  kUpdateWhole,
 };
-inline constexpr std::size_t kBufferRoles = static_cast<std::size_t>(BufferRole::kActivationHost) + 1;
+inline constexpr std::size_t kBufferRoles = static_cast<std::size_t>(BufferRole::kUpdateWhole) + 1;
 
 enum class MemoryKind : std::uint8_t { kDevice, kPinnedHost, kHost };
 
@@ -171,7 +176,6 @@ inline bool SameRanks(const Communicator& a, const Communicator& b) {
 // The model's compute between two triggers: operators, and its own allocations and frees in host order.
 // Storage ids are the trace's; an instance is (storage, micro-batch).
 // A collective of the model is an operator; its communicator is the plan's.
-using SegmentEntry = std::variant<OperatorEvent, AllocateEvent, FreeEvent, CollectiveWaitEvent>;
 struct SegmentGrad {
   UnitId unit = -1;
   std::int32_t parameter = -1;  // index into Unit::parameters
@@ -182,6 +186,7 @@ enum class SegmentPhase : std::uint8_t {
   kLoss,       // behind the root's forward
   kBackward,   // of the loss and of the model; what follows the engine's end in the same call, too
   kRecompute,  // a checkpointed forward again, inside the backward
+  kOptimizer,  // of one matrix in the optimizer's step; it reads no unsharded parameter
 };
 struct Segment {
   std::string name;  // for people: "forward layers.0", "loss", "backward layers.0"
@@ -207,6 +212,29 @@ struct ModelPasses {
   bool operator==(const ModelPasses&) const = default;
 };
 
+// [Note: exchanges]
+// A matrix optimizer needs whole matrices, and every rank has rows of each. An exchange gives each of its
+// matrices to one rank, its owner, and brings the result back: update_copy_in, all_to_all, orthogonalize,
+// all_to_all, update_apply (exchanges.h says what lies where).
+struct ExchangedMatrix {
+  UnitId unit = -1;
+  std::int32_t parameter = -1;  // index into Unit::parameters
+  // The matrix is these rows of the parameter seen as [elements / columns, columns] (columns: its last
+  // dimension): one of a batch of experts', say. 0 rows: all.
+  std::int64_t first_row = 0;
+  std::int64_t rows = 0;
+  std::int32_t owner = 0;  // rank in the communicator's group
+  bool operator==(const ExchangedMatrix&) const = default;
+};
+struct Exchange {
+  std::string name;  // "muon.0"
+  // The ranks that shard the parameters; or these and the replicas of them (HSDP), replicas outermost.
+  CommunicatorId communicator = -1;
+  DType dtype = DType::kBFloat16;  // of what is sent
+  std::vector<ExchangedMatrix> matrices;
+  bool operator==(const Exchange&) const = default;
+};
+
 enum class InstructionKind : std::uint8_t {
   kCompute,        // run `segment` on `stream`
   kAllocate,       // dst, on `stream`
@@ -230,7 +258,11 @@ enum class InstructionKind : std::uint8_t {
   kRecord,          // event on stream
   kWait,            // stream waits for event
   kHostWait,        // host waits for event
-  kOptimizerStep,   // of all units (unit = -1), of one, or of one parameter of one (in backward)
+  kUpdateCopyIn,    // shards of gradients and momentum -> dst (update_pieces)
+  kAllToAll,        // src -> dst: pieces to their owners, or an owner's rows to the ranks that shard them
+  kOrthogonalize,   // dst (update_whole) in place: one matrix, on its owner alone
+  kUpdateApply,     // src (update_pieces) -> shards of parameters
+  kOptimizerStep,   // of all units (unit = -1), of one, or of one parameter of one
   kZeroGrad,        // sharded gradients are dropped
 };
 inline constexpr std::size_t kInstructionKinds = static_cast<std::size_t>(InstructionKind::kZeroGrad) + 1;
@@ -246,7 +278,9 @@ struct Instruction {
   EventId event = -1;
   CommunicatorId communicator = -1;
   SegmentId segment = -1;
-  // optimizer_step in the backward: index into Unit::parameters; -1: all. Ranks without a piece of it do
+  ExchangeId exchange = -1;
+  std::int32_t matrix = -1;  // orthogonalize: index into Exchange::matrices
+  // optimizer_step of one parameter: index into Unit::parameters; -1: all. Ranks without a piece of it do
   // nothing.
   std::int32_t parameter = -1;
   // compute: its micro-batch is the trigger's and so many. (MicrobatchOf; the documents have the sum.)
@@ -403,6 +437,7 @@ struct Plan {
   std::vector<ModuleBuffer> model_buffers;  // alive for ever
   UnmanagedParameters unmanaged;
   ModelPasses passes;
+  std::vector<Exchange> exchanges;
   std::vector<Segment> segments;
   std::vector<PlanStep> steps;
   std::int32_t steady_step = 0;       // after the last step, go on with steps[steady_step]

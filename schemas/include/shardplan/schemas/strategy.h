@@ -11,10 +11,12 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
 #include "shardplan/schemas/dtype.h"
+#include "shardplan/schemas/optimizer_kind.h"
 #include "shardplan/schemas/quantity.h"
 
 namespace shardplan {
@@ -231,8 +233,43 @@ struct ActivationOffload {
 };
 
 // The arguments of torch.optim that decide what it allocates. Numbers (lr, betas, dampening) change nothing.
-enum class OptimizerKind : std::uint8_t { kNone, kSgd, kAdamW, kAdam, kAdafactor };
-inline constexpr std::size_t kOptimizerKinds = static_cast<std::size_t>(OptimizerKind::kAdafactor) + 1;
+// The place where a matrix optimizer has a whole matrix (ComputeLayout of torchtitan's flex_shard).
+enum class MatrixCompute : std::uint8_t {
+  kSharded,  // nowhere: torch.optim.Muon on DTensors, which redistribute for each product
+  kOwned,    // on one rank, its owner (Owned; with block_rows, BlockShard)
+};
+
+std::string_view Name(MatrixCompute compute);
+
+// The owners of the matrices whose FQNs match. No two rules match one.
+struct MatrixRule {
+  std::vector<std::string> parameters;  // patterns as in UnitRule::modules, without "class:"; empty: the rest
+  MatrixCompute compute = MatrixCompute::kOwned;
+  // owned: also over the replicas of HSDP, so that each matrix is computed once; else once in each replica.
+  bool over_replicas = false;
+  // owned: every so many rows are a matrix of their own (BlockShard(0, rows)). 0: the whole parameter is one.
+  // A parameter of three dimensions is a batch of matrices without it.
+  std::int64_t block_rows = 0;
+  std::optional<std::int32_t> owner;  // of every one of them; none: the least loaded rank
+  bool operator==(const MatrixRule&) const = default;
+};
+
+// torch.optim.Muon for some parameters; Optimizer::kind steps the rest.
+struct Muon {
+  std::vector<std::string> matrices;  // patterns as in MatrixRule; empty: see MuonMatrices in muon.h
+  bool nesterov = true;
+  std::int32_t ns_steps = 5;        // Newton-Schulz iterations
+  std::vector<MatrixRule> compute;  // matrices that none matches: sharded
+  // Patterns of the matrices that are exchanged together, in order. Those that none matches: one more, the
+  // last.
+  std::vector<std::vector<std::string>> buckets;
+  // Exchanges as torchtitan 0.3.0's DistMuon has them: in the parameters' dtype, and momentum and parameters
+  // are updated on the stream of the exchanges. Else they are in bfloat16, in which iterations begin and end,
+  // and updates are on the compute stream.
+  bool dist_muon = false;
+  bool operator==(const Muon&) const = default;
+};
+
 enum class OptimizerImplementation : std::uint8_t { kForLoop, kForeach, kFused };
 struct Optimizer {
   OptimizerKind kind = OptimizerKind::kAdamW;
@@ -246,6 +283,7 @@ struct Optimizer {
   // One optimiser per parameter that steps as soon as its gradient is there, and drops the gradient:
   // torch.distributed.optim._apply_optimizer_in_backward (fsdp1), a post-accumulate-grad hook (fsdp2).
   bool in_backward = false;
+  std::optional<Muon> muon;
   bool operator==(const Optimizer&) const = default;
 };
 

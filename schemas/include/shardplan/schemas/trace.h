@@ -15,6 +15,7 @@
 
 #include "shardplan/schemas/cluster.h"
 #include "shardplan/schemas/dtype.h"
+#include "shardplan/schemas/optimizer_kind.h"
 #include "shardplan/schemas/quantity.h"
 
 namespace shardplan {
@@ -125,6 +126,7 @@ enum class StorageRole : std::uint8_t {
   kBackwardTemp,   // born in the backward, freed there
   kRecompute,      // born in a recomputation (activation checkpointing)
   kParameterGrad,  // becomes the .grad of an unsharded parameter
+  kOptimizerTemp,  // born and freed in an optimizer's step
 };
 
 // ---- events of a pass, in host order ----
@@ -150,7 +152,7 @@ struct ExitEvent {
 // each rank has.
 struct ModelCollective {
   CollectiveKind kind = CollectiveKind::kAllReduce;
-  CommunicatorId communicator = -1;
+  CommunicatorId communicator = -1;      // below 0 in optimizer steps of a trace alone
   Bytes size_bytes;                      // the full tensor (CollectiveSize in collective_kinds.h)
   std::int32_t work = -1;                // asynchronous: its number in the trace; -1: waited for at once
   std::int32_t peer = -1;                // send, recv: (peer - this rank) mod size, as positions in the group
@@ -248,6 +250,30 @@ using TraceEvent =
                  InputsGradDoneEvent, ParameterGradEvent, RecomputeEnterEvent, RecomputeExitEvent,
                  BackwardEndEvent, ReleaseEvent, CollectiveWaitEvent>;
 
+// What a stretch of compute does: operators, allocations and frees in host order.
+using SegmentEntry = std::variant<OperatorEvent, AllocateEvent, FreeEvent, CollectiveWaitEvent>;
+
+// [Note: matrix optimizers]
+// A matrix optimizer's step of one matrix that is cut along its first dimension over `ranks` ranks, as the
+// first of them runs it. DTensor decides by sizes, ranks, replicas, device and devices of a host which
+// collectives it needs, so the step is traced for each. Storages are its own (kOptimizerTemp); shards of parameter, gradient and states have
+// none. The communicator of a collective is one of these two.
+constexpr CommunicatorId kOfShards = -1;    // the ranks that the matrix is cut over
+constexpr CommunicatorId kOfReplicas = -2;  // ... that have the same rows (HSDP)
+struct TracedOptimizerStep {
+  OptimizerKind optimizer = OptimizerKind::kMuon;
+  std::int64_t ranks = 1;           // 1: the whole matrix, a plain tensor
+  std::int64_t replicas = 1;        // of the ranks, by which DTensor chooses, too
+  std::vector<std::int64_t> shape;  // of the whole matrix
+  DType dtype = DType::kFloat32;    // of parameter and gradient
+  bool nesterov = true;
+  std::int32_t ns_steps = 5;                // Newton-Schulz iterations
+  std::vector<SegmentEntry> update;         // gradient and momentum to what is orthogonalised
+  std::vector<SegmentEntry> orthogonalize;  // from the cast to bfloat16 to the end of the iterations
+  std::vector<SegmentEntry> apply;          // to the parameter
+  bool operator==(const TracedOptimizerStep&) const = default;
+};
+
 // One forward (the loss included: its events follow the root's exit) or one backward.
 struct Pass {
   std::string name;             // "f0", "b0"
@@ -300,6 +326,7 @@ struct Trace {
   // The calls of one micro-batch, in order, if they are more than a forward and then its backward: a loss
   // that calls modules and runs backwards of its own. Empty: it is not.
   std::vector<TraceCall> calls;
+  std::vector<TracedOptimizerStep> optimizer_steps;
   bool operator==(const Trace&) const = default;
 };
 

@@ -130,6 +130,12 @@ struct InstructionOrigin {
   std::int32_t entry = -1;        // of its segment: a collective of the model, and what waits for it
 };
 
+// Work that one rank of each group does, and the others pass over.
+struct OwnedWork {
+  CommunicatorId communicator = -1;
+  std::int32_t owner = 0;  // place in the group
+};
+
 // One step of a plan, lowered.
 struct EngineStep {
   std::vector<EngineInstruction> code;        // host order
@@ -145,6 +151,7 @@ struct EngineStep {
   std::int64_t plan_instructions = 0;                // triggers not counted
   Nanoseconds host_work_ns;                          // of all host_ns: the host itself computes
   std::map<std::int32_t, Nanoseconds> host_work_of;  // ... by index into the code, where it does
+  std::map<std::int32_t, OwnedWork> owned;           // by index into the code
 };
 
 struct EngineProgram {
@@ -164,6 +171,9 @@ struct EngineProgram {
   std::set<std::string> dtypes_without_rate;  // of matrix work among the modelled
   std::vector<std::vector<SegmentFlops>> segment_flops;
   bool recomputes = false;  // some segment makes what a recomputation makes
+  // The rank that stands for all, where ranks own different work: the one with the most of it.
+  std::int32_t rank = 0;
+  std::vector<Communicator> groups;  // the plan's communicators, where steps have owned work
 };
 
 // The streams of a plan's steps, by name: the plan's own, then one for each communicator that collectives of

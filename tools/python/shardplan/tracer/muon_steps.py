@@ -169,7 +169,7 @@ def _check_ends(storages: list[StorageRecord], place: str) -> None:
 
 
 class _Groups:
-    """Communicators of a step: 0 the ranks that the parameter is cut over, 1 its replicas."""
+    """Communicators of a step: -1 the ranks that the parameter is cut over, -2 its replicas."""
 
     def __init__(self, mesh) -> None:
         self._names = [mesh.get_group(dimension).group_name for dimension in reversed(range(mesh.ndim))] if mesh else []
@@ -177,7 +177,7 @@ class _Groups:
     def of_group(self, group, _exchanges: bool) -> int:
         if group.group_name not in self._names:
             raise CollectiveProblem("a collective among ranks that are no dimension of the mesh")
-        return self._names.index(group.group_name)
+        return -1 - self._names.index(group.group_name)
 
 
 def _record(matrix: Matrix, ranks: Ranks, options: MuonOptions) -> tuple[Recorder, list[int]]:

@@ -1,0 +1,400 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "policy/muon_step.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <iterator>
+#include <set>
+#include <utility>
+#include <variant>
+
+#include "policy/matrix_owners.h"
+#include "shardplan/schemas/exchanges.h"
+#include "shardplan/schemas/io.h"
+#include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/optimizers.h"
+#include "units/muon_matrices.h"
+#include "units/unit_parameters.h"
+
+namespace shardplan {
+namespace {
+
+const Muon& MuonOf(const Strategy& strategy) { return *strategy.optimizer.muon; }
+
+DType ExchangeDType(const Muon& muon, const UnitParameter& parameter) {
+  return muon.dist_muon ? parameter.dtype : DType::kBFloat16;
+}
+
+// The bucket of a parameter; one more than there are: of none.
+std::size_t BucketOf(const Muon& muon, const UnitParameter& parameter) {
+  const auto found = std::ranges::find_if(muon.buckets, [&](const std::vector<std::string>& patterns) {
+    return MatchesAny(patterns, parameter.fqn, parameter.shared_with);
+  });
+  return static_cast<std::size_t>(found - muon.buckets.begin());
+}
+
+// The rows of the matrices of a parameter. 0: it is one.
+std::int64_t RowsOfEach(const MatrixRule& rule, const UnitParameter& parameter) {
+  if (rule.block_rows > 0) return rule.block_rows;
+  return parameter.shape.size() == 3 ? parameter.shape[1] : 0;
+}
+
+}  // namespace
+
+MuonStep::MuonStep(const Trace& trace, const Strategy& strategy, const Partition& partition,
+                   ProgramBuilder& builder)
+    : trace_(trace), strategy_(strategy), partition_(partition), builder_(builder) {}
+
+const UnitParameter& MuonStep::ParameterOf(const Matrix& matrix) const {
+  return partition_.units[static_cast<std::size_t>(matrix.unit)]
+      .unit.parameters[static_cast<std::size_t>(matrix.parameter)];
+}
+
+MuonStep::Ranks MuonStep::RanksOf(const Matrix& matrix) const {
+  const UnitChoice& choice = partition_.units[static_cast<std::size_t>(matrix.unit)];
+  return {choice.unit.shard_communicator < 0 ? 1 : choice.shard_size,
+          choice.unit.replicate_communicator < 0 ? 1 : choice.replicate_size};
+}
+
+const TracedOptimizerStep* MuonStep::Traced(Ranks ranks, const std::vector<std::int64_t>& shape,
+                                            DType dtype) const {
+  const Muon& muon = MuonOf(strategy_);
+  for (const TracedOptimizerStep& step : trace_.optimizer_steps) {
+    const bool whole = ranks.shards == 1;  // orthogonalised alone, whatever the momentum is
+    if (step.ranks == ranks.shards && step.replicas == ranks.replicas && step.shape == shape && step.dtype == dtype && step.ns_steps == muon.ns_steps &&
+        (whole || step.nesterov == muon.nesterov))
+      return &step;
+  }
+  return nullptr;
+}
+
+std::vector<std::vector<std::int64_t>> MuonStep::ShapesOf(const Matrix& matrix) const {
+  const UnitParameter& parameter = ParameterOf(matrix);
+  const MatrixRule* rule = RuleOf(MuonOf(strategy_), parameter);
+  const std::int64_t rows = rule == nullptr ? 0 : RowsOfEach(*rule, parameter);
+  if (rows == 0) return {parameter.shape};
+  return {{rows, parameter.shape.back()}};
+}
+
+Status MuonStep::CheckMatrix(const Matrix& matrix) const {
+  const UnitParameter& parameter = ParameterOf(matrix);
+  const UnitChoice& choice = partition_.units[static_cast<std::size_t>(matrix.unit)];
+  const Muon& muon = MuonOf(strategy_);
+  const MatrixRule* rule = RuleOf(muon, parameter);
+  const auto wrong = [&](std::string_view what, std::string found, std::string expected) {
+    return MakeInputError("/optimizer/muon", fmt::format("{} {}", parameter.fqn, what), std::move(found),
+                          std::move(expected));
+  };
+  const auto cut = std::ranges::find_if(
+      parameter.placements, [](const ParameterPlacement& p) { return p.dim >= 0 && p.size > 1; });
+  if (cut != parameter.placements.end() && parameter.shape.size() == 2)
+    return wrong("is cut over another dimension of the mesh: no rank of FSDP's has whole rows of it",
+                 cut->mesh_dim, "a matrix that FSDP alone cuts");
+  if (choice.cpu_offload) return wrong("lives in host memory, and Muon steps on the device", "cpu_offload", "none");
+  if (parameter.shard_dim != 0 && RanksOf(matrix).shards > 1)
+    return wrong("is not cut by rows", fmt::format("Shard({})", parameter.shard_dim), "Shard(0)");
+  const auto [ranks, replicas] = RanksOf(matrix);
+  const std::int64_t block = rule == nullptr ? 0 : RowsOfEach(*rule, parameter);
+  const std::int64_t all_rows = parameter.shape.back() == 0 ? 0 : Numel(parameter) / parameter.shape.back();
+  if (rule != nullptr && rule->block_rows > 0 && (parameter.shape.size() != 2 || all_rows % block != 0))
+    return wrong("does not divide into blocks of rows", fmt::format("{} rows", all_rows),
+                 fmt::format("a multiple of {}", rule->block_rows));
+  if (rule != nullptr && rule->owner) {
+    const std::int64_t group = ranks * (rule->over_replicas ? replicas : 1);
+    if (*rule->owner < 0 || *rule->owner >= group)
+      return wrong("has an owner outside of the mesh", fmt::format("{}", *rule->owner),
+                   fmt::format("0 to {}", group - 1));
+  }
+  const Ranks traced = rule == nullptr ? Ranks{ranks, replicas} : Ranks{};
+  const std::string traced_words =
+      traced.replicas > 1 ? fmt::format("{}x{}", traced.replicas, traced.shards) : fmt::format("{}", traced.shards);
+  if (rule == nullptr && parameter.shape[0] < ranks)
+    return wrong("has fewer rows than ranks, which torch.optim.Muon refuses on DTensors",
+                 fmt::format("{} rows on {} ranks", parameter.shape[0], ranks), "an owner (compute: \"owned\")");
+  if (parameter.grad_dtype)
+    return wrong("has gradients of another dtype than its own", std::string(Name(*parameter.grad_dtype)),
+                 std::string(Name(parameter.dtype)));
+  for (const std::vector<std::int64_t>& shape : ShapesOf(matrix)) {
+    if (Traced(traced, shape, parameter.dtype) != nullptr) continue;
+    return MakeInputError(
+        "/optimizer/muon",
+        fmt::format("the trace has no step of Muon for {}: record it with `shardplan trace --muon {}`",
+                    parameter.fqn, traced_words),
+        fmt::format("{} in {} on {} rank{}, {} iterations", fmt::join(shape, " x "), Name(parameter.dtype),
+                    traced_words, traced.shards == 1 ? "" : "s", muon.ns_steps),
+        trace_.optimizer_steps.empty() ? "optimizer_steps in the trace" : "one of optimizer_steps");
+  }
+  return {};
+}
+
+Status MuonStep::Check() const {
+  if (!strategy_.optimizer.muon) return {};
+  for (std::size_t u = 0; u < partition_.units.size(); ++u) {
+    const Unit& unit = partition_.units[u].unit;
+    for (std::size_t p = 0; p < unit.parameters.size(); ++p) {
+      if (!unit.parameters[p].muon) continue;
+      if (Status s = CheckMatrix({static_cast<UnitId>(u), static_cast<std::int32_t>(p)}); !s) return s;
+    }
+  }
+  return {};
+}
+
+namespace {
+
+// Without what the momentum's update has made: what the iterations take is the exchange's.
+void KeepOwnStorages(Segment& segment) {
+  std::set<StorageId> born, dead;
+  for (const SegmentEntry& entry : segment.entries) {
+    if (const auto* made = std::get_if<AllocateEvent>(&entry)) born.insert(made->storage);
+    if (const auto* freed = std::get_if<FreeEvent>(&entry)) dead.insert(freed->storage);
+  }
+  const auto foreign = [&](StorageId storage) { return !born.contains(storage); };
+  std::erase_if(segment.entries, [&](const SegmentEntry& entry) {
+    const auto* freed = std::get_if<FreeEvent>(&entry);
+    return freed != nullptr && foreign(freed->storage);
+  });
+  for (SegmentEntry& entry : segment.entries) {
+    auto* op = std::get_if<OperatorEvent>(&entry);
+    if (op == nullptr) continue;
+    std::erase_if(op->reads, foreign);
+    std::erase_if(op->writes, foreign);
+  }
+  // The result lives until it is copied into the exchange's buffer, behind the last operator.
+  for (const StorageId storage : born) {
+    if (!dead.contains(storage)) segment.entries.emplace_back(FreeEvent{storage});
+  }
+}
+
+}  // namespace
+
+// `whole`: the iterations alone, as an owner runs them.
+SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, CommunicatorId shards, CommunicatorId replicas,
+                              bool whole) {
+  const auto [found, added] = segments_.try_emplace({&step, shards, replicas, whole}, SegmentId{-1});
+  if (!added) return found->second;
+  Segment segment{.name = fmt::format("muon {} {}{}", fmt::join(step.shape, "x"), Name(step.dtype),
+                                      whole ? "" : fmt::format(" on {}", step.ranks)),
+                  .phase = SegmentPhase::kOptimizer};
+  if (shards >= 0) segment.name += " " + builder_.plan().communicators[static_cast<std::size_t>(shards)].name;
+  const auto add = [&](const std::vector<SegmentEntry>& entries) {
+    for (SegmentEntry entry : entries) {
+      if (auto* op = std::get_if<OperatorEvent>(&entry); op != nullptr && op->collective)
+        op->collective->communicator = op->collective->communicator == kOfShards ? shards : replicas;
+      segment.entries.push_back(std::move(entry));
+    }
+  };
+  if (!whole) add(step.update);
+  add(step.orthogonalize);
+  if (!whole) add(step.apply);
+  if (whole) KeepOwnStorages(segment);
+  return found->second = builder_.AddSegment(std::move(segment));
+}
+
+void MuonStep::StepSharded(const Matrix& matrix) {
+  const UnitParameter& parameter = ParameterOf(matrix);
+  const Unit& unit = partition_.units[static_cast<std::size_t>(matrix.unit)].unit;
+  const TracedOptimizerStep* step = Traced(RanksOf(matrix), parameter.shape, parameter.dtype);
+  if (step == nullptr) return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
+  builder_.SetUnit(-1);
+  builder_.RunSegment(
+      SegmentOf(*step, unit.shard_communicator, unit.replicate_communicator, /*whole=*/false));
+  builder_.SetUnit(matrix.unit);
+  builder_.Emit(InstructionKind::kOptimizerStep, kCompute).parameter = matrix.parameter;
+}
+
+// Shards alone, or replicas x shards as one group.
+CommunicatorId MuonStep::CommunicatorOf(const Matrix& matrix, bool over_replicas) {
+  const UnitChoice& choice = partition_.units[static_cast<std::size_t>(matrix.unit)];
+  const CommunicatorId shard = choice.unit.shard_communicator, replicate = choice.unit.replicate_communicator;
+  if (!over_replicas || replicate < 0) return shard;
+  std::vector<Communicator>& communicators = builder_.plan().communicators;
+  if (shard < 0) return replicate;
+  const auto dims_of = [&](CommunicatorId id) {
+    const Communicator& of = communicators[static_cast<std::size_t>(id)];
+    return of.dims.empty() ? std::vector<CommunicatorDim>{{of.size, of.stride}} : of.dims;
+  };
+  Communicator both{.name = communicators[static_cast<std::size_t>(replicate)].name + "_" +
+                            communicators[static_cast<std::size_t>(shard)].name};
+  both.dims = dims_of(replicate);
+  std::ranges::copy(dims_of(shard), std::back_inserter(both.dims));
+  for (const CommunicatorDim& dim : both.dims) both.size *= dim.size;
+  both.stride = both.dims.back().stride;
+  const auto known = std::ranges::find(communicators, both);
+  if (known != communicators.end()) return static_cast<CommunicatorId>(known - communicators.begin());
+  communicators.push_back(std::move(both));
+  return static_cast<CommunicatorId>(communicators.size()) - 1;
+}
+
+ExchangeId MuonStep::AddExchange(Exchange exchange) {
+  std::vector<Exchange>& exchanges = builder_.plan().exchanges;
+  const auto known = std::ranges::find_if(exchanges, [&](const Exchange& other) {
+    return other.communicator == exchange.communicator && other.dtype == exchange.dtype &&
+           other.matrices == exchange.matrices;
+  });
+  if (known != exchanges.end()) return static_cast<ExchangeId>(known - exchanges.begin());
+  exchange.name = fmt::format("muon.{}", exchanges.size());
+  exchanges.push_back(std::move(exchange));
+  return static_cast<ExchangeId>(exchanges.size()) - 1;
+}
+
+// By bucket, communicator and dtype, each in the order of FQNs.
+std::vector<ExchangeId> MuonStep::ExchangesOf(const std::vector<Matrix>& matrices) {
+  const Muon& muon = MuonOf(strategy_);
+  std::map<std::tuple<std::size_t, CommunicatorId, DType>, std::vector<Matrix>> grouped;
+  for (const Matrix& matrix : matrices) {
+    const UnitParameter& parameter = ParameterOf(matrix);
+    grouped[{BucketOf(muon, parameter),
+             CommunicatorOf(matrix, RuleOf(muon, parameter)->over_replicas), ExchangeDType(muon, parameter)}]
+        .push_back(matrix);
+  }
+  std::map<CommunicatorId, std::vector<std::int64_t>> earlier_work;
+  std::vector<ExchangeId> exchanges;
+  for (auto& [group, of_group] : grouped) {
+    std::ranges::stable_sort(of_group, {}, [&](const Matrix& matrix) { return ParameterOf(matrix).fqn; });
+    const auto [bucket, communicator, dtype] = group;
+    const std::int64_t ranks = builder_.plan().communicators[static_cast<std::size_t>(communicator)].size;
+    Exchange exchange{.communicator = communicator, .dtype = dtype};
+    std::vector<MatrixLoad> loads;
+    for (const Matrix& matrix : of_group) {
+      const UnitParameter& parameter = ParameterOf(matrix);
+      const MatrixRule& rule = *RuleOf(muon, parameter);
+      const std::int64_t columns = ColumnsOf(parameter), all = Numel(parameter) / columns;
+      const std::int64_t each = RowsOfEach(rule, parameter), rows = each == 0 ? all : each;
+      const std::int64_t shards = RanksOf(matrix).shards;
+      const std::int64_t chunk = (parameter.shape[0] + shards - 1) / shards * (all / parameter.shape[0]);
+      for (std::int64_t first = 0; first < all; first += rows) {
+        exchange.matrices.push_back({matrix.unit, matrix.parameter, first, each, rule.owner.value_or(0)});
+        MatrixLoad load{NewtonSchulzWork(rows, columns, muon.ns_steps),
+                        rows * columns * SizeBytes(parameter.dtype), parameter.fqn, {}};
+        if (rule.owner) {
+          load.ranks = {*rule.owner};
+        } else if (first / chunk == (first + rows - 1) / chunk) {
+          // A rank has it whole already: it, or the same of another replica.
+          for (std::int64_t rank = first / chunk; rank < ranks; rank += shards)
+            load.ranks.push_back(static_cast<std::int32_t>(rank));
+        }
+        loads.push_back(std::move(load));
+      }
+    }
+    std::vector<std::int64_t>& earlier =
+        earlier_work.try_emplace(communicator, static_cast<std::size_t>(ranks), std::int64_t{0}).first->second;
+    const std::vector<std::int32_t> owners = AssignOwners(loads, earlier);
+    for (std::size_t m = 0; m < owners.size(); ++m) exchange.matrices[m].owner = owners[m];
+    exchanges.push_back(AddExchange(std::move(exchange)));
+  }
+  return exchanges;
+}
+
+MuonStep::Passage MuonStep::CopyIn(ExchangeId id) {
+  const Plan& plan = builder_.plan();
+  const Exchange& exchange = plan.exchanges[static_cast<std::size_t>(id)];
+  const ExchangeLayout layout(plan, exchange);
+  const StreamId stream = builder_.Stream("update_exchange");
+  const StreamId update = MuonOf(strategy_).dist_muon ? stream : kCompute;
+  const auto buffer = [&](BufferRole role, std::int64_t numel) {
+    return builder_.AddBuffer({.name = fmt::format("{}.{}", exchange.name, Name(role)),
+                               .role = role,
+                               .dtype = exchange.dtype,
+                               .parts_bytes = {Bytes{numel * SizeBytes(exchange.dtype)}}});
+  };
+  const auto event = [&](const char* what) { return builder_.Event(fmt::format("{}.{}", exchange.name, what)); };
+  const Passage passage{.exchange = id,
+                        .pieces = buffer(BufferRole::kUpdatePieces, layout.PiecesNumel(0)),
+                        .whole = buffer(BufferRole::kUpdateWhole, layout.WholeNumel(layout.LargestOwner())),
+                        .copied = event("copied_in"),
+                        .there = event("there"),
+                        .done = event("orthogonalized"),
+                        .back = event("back")};
+  const CommunicatorId communicator = exchange.communicator;
+  builder_.Allocate(passage.pieces, kCompute);
+  builder_.Allocate(passage.whole, kCompute);
+  if (update == stream) WaitFor(stream, kCompute, passage.copied);
+  Instruction& copy = builder_.Emit(InstructionKind::kUpdateCopyIn, update);
+  copy.dst = passage.pieces;
+  copy.exchange = id;
+  if (update != stream) WaitFor(stream, update, passage.copied);
+  Instruction& there = builder_.Emit(InstructionKind::kAllToAll, stream);
+  there.src = passage.pieces;
+  there.dst = passage.whole;
+  there.communicator = communicator;
+  there.exchange = id;
+  builder_.Record(passage.there, stream);
+  return passage;
+}
+
+void MuonStep::WaitFor(StreamId waiter, StreamId on, EventId event) {
+  builder_.Record(event, on);
+  builder_.Wait(event, waiter);
+}
+
+void MuonStep::Orthogonalize(const Passage& passage) {
+  builder_.Wait(passage.there, kCompute);
+  const std::vector<ExchangedMatrix> matrices =
+      builder_.plan().exchanges[static_cast<std::size_t>(passage.exchange)].matrices;
+  for (std::size_t m = 0; m < matrices.size(); ++m) {
+    const UnitParameter& parameter = ParameterOf({matrices[m].unit, matrices[m].parameter});
+    const TracedOptimizerStep* step = Traced({}, ShapeOf(builder_.plan(), matrices[m]), parameter.dtype);
+    if (step == nullptr) return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
+    const SegmentId segment = SegmentOf(*step, -1, -1, /*whole=*/true);
+    Instruction& orthogonalize = builder_.Emit(InstructionKind::kOrthogonalize, kCompute);
+    orthogonalize.dst = passage.whole;
+    orthogonalize.exchange = passage.exchange;
+    orthogonalize.matrix = static_cast<std::int32_t>(m);
+    orthogonalize.segment = segment;
+  }
+  builder_.Record(passage.done, kCompute);
+}
+
+void MuonStep::SendBack(const Passage& passage) {
+  const StreamId stream = builder_.Stream("update_exchange");
+  builder_.Wait(passage.done, stream);
+  Instruction& back = builder_.Emit(InstructionKind::kAllToAll, stream);
+  back.src = passage.whole;
+  back.dst = passage.pieces;
+  back.communicator = builder_.plan().exchanges[static_cast<std::size_t>(passage.exchange)].communicator;
+  back.exchange = passage.exchange;
+  if (MuonOf(strategy_).dist_muon) EmitApply(passage, stream);
+  builder_.Record(passage.back, stream);
+}
+
+void MuonStep::EmitApply(const Passage& passage, StreamId stream) {
+  Instruction& apply = builder_.Emit(InstructionKind::kUpdateApply, stream);
+  apply.src = passage.pieces;
+  apply.exchange = passage.exchange;
+}
+
+void MuonStep::Apply(const Passage& passage) {
+  builder_.Wait(passage.back, kCompute);
+  if (!MuonOf(strategy_).dist_muon) EmitApply(passage, kCompute);
+  builder_.Free(passage.whole, kCompute);
+  builder_.Free(passage.pieces, kCompute);
+}
+
+void MuonStep::StepOwned(const std::vector<Matrix>& matrices) {
+  const std::vector<ExchangeId> exchanges = ExchangesOf(matrices);
+  builder_.SetUnit(-1);
+  std::vector<Passage> passages = {CopyIn(exchanges.front())};
+  for (std::size_t e = 0; e < exchanges.size(); ++e) {
+    if (e + 1 < exchanges.size()) passages.push_back(CopyIn(exchanges[e + 1]));
+    Orthogonalize(passages[e]);
+    SendBack(passages[e]);
+    if (e > 0) Apply(passages[e - 1]);
+  }
+  Apply(passages.back());
+}
+
+void MuonStep::Step(const std::vector<Matrix>& matrices) {
+  std::vector<Matrix> owned;
+  for (const Matrix& matrix : matrices) {
+    // One rank has every matrix whole, and nobody to exchange it with.
+    const MatrixRule* rule = RuleOf(MuonOf(strategy_), ParameterOf(matrix));
+    const auto [shards, replicas] = RanksOf(matrix);
+    const bool exchanged = rule != nullptr && (shards > 1 || (rule->over_replicas && replicas > 1));
+    exchanged ? owned.push_back(matrix) : StepSharded(matrix);
+  }
+  if (!owned.empty()) StepOwned(owned);
+}
+
+}  // namespace shardplan

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exchanges of a matrix optimizer (plan.h, [Note: exchanges]): which rank has which rows of which matrix, and
+// what lies where.
+//
+// [Note: pieces and wholes]
+// On a rank, update_pieces has by owner, and then in the exchange's order, the rows of each matrix that this
+// rank's shard holds, without padding. update_whole has by rank that they come from, and then in the same
+// order, the rows of the matrices that this rank owns: a matrix that is the only one of its owner is
+// contiguous. Two matrices a (owner 0) and b (owner 1) of four rows on two ranks:
+//
+//   rank 0   pieces  a[0:2] | b[0:2]     whole  a[0:2] | a[2:4]
+//   rank 1   pieces  a[2:4] | b[2:4]     whole  b[0:2] | b[2:4]
+//
+// With replicas the group's ranks are replica * shards + shard. On the way there an owner gets its matrices
+// from its own replica; on the way back every rank of the group gets its rows.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardplan/schemas/error.h"
+#include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/quantity.h"
+
+namespace shardplan {
+
+enum class ExchangeDirection : std::uint8_t { kToOwners, kToShards };
+
+// Of the parameter seen as [elements / columns, columns].
+std::int64_t ColumnsOf(const UnitParameter& parameter);
+std::int64_t RowsOf(const UnitParameter& parameter, const ExchangedMatrix& matrix);
+std::vector<std::int64_t> ShapeOf(const Plan& plan, const ExchangedMatrix& matrix);
+
+// The rows of an exchange's matrices by rank. The plan has passed CheckExchanges and outlives it.
+class ExchangeLayout {
+ public:
+  ExchangeLayout(const Plan& plan, const Exchange& exchange);
+
+  std::int64_t ranks() const { return ranks_; }    // of the group
+  std::int64_t shards() const { return shards_; }  // of them: that shard a parameter; the rest are replicas
+
+  // Elements of a matrix that a rank of the group holds.
+  std::int64_t PieceNumel(std::size_t matrix, std::int64_t rank) const;
+  // Elements that `from` sends to `to`.
+  std::int64_t SentNumel(ExchangeDirection direction, std::int64_t from, std::int64_t to) const;
+  // Elements of a rank's update_pieces and update_whole.
+  std::int64_t PiecesNumel(std::int64_t rank) const;
+  std::int64_t WholeNumel(std::int64_t rank) const;
+  // The rank whose update_whole is the largest; of several the first.
+  std::int64_t LargestOwner() const;
+
+ private:
+  const Plan& plan_;
+  const Exchange& exchange_;
+  std::int64_t ranks_ = 1;
+  std::int64_t shards_ = 1;
+};
+
+// What the all_to_all of an exchange moves, as costs have it: what the first rank sends or receives, and the
+// most that any rank sends or receives over that, in millionths.
+struct ExchangeTraffic {
+  Bytes size_bytes;
+  std::int64_t busiest_ppm = 1'000'000;
+};
+ExchangeTraffic TrafficOf(const Plan& plan, const Exchange& exchange, ExchangeDirection direction);
+// ... of an all_to_all instruction.
+ExchangeTraffic TrafficOf(const Plan& plan, const Instruction& all_to_all);
+ExchangeDirection DirectionOf(const Plan& plan, const Instruction& all_to_all);
+
+// kBadInput, with the parameter's FQN: a matrix that Muon does not step, that its parameter does not have or
+// has twice, that is not cut by rows over the exchange's ranks, an owner outside of the group, rows that no
+// matrix has, a parameter in two exchanges.
+Status CheckExchanges(const Plan& plan);
+
+}  // namespace shardplan

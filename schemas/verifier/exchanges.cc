@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "verifier/exchanges.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "shardplan/schemas/exchanges.h"
+#include "shardplan/schemas/plan_text.h"
+
+namespace shardplan::verifier {
+
+Exchanges::Exchanges(const Plan& plan, Reporter& reporter)
+    : plan_(plan), reporter_(reporter), states_(plan.exchanges.size()) {}
+
+void Exchanges::Add(Rule rule, Position at, std::string what, std::vector<std::string> chain) {
+  chain.push_back("at: " + reporter_.Describe(at));
+  reporter_.Add(rule, at, subject_++, std::move(what), std::move(chain));
+}
+
+std::string Exchanges::MatrixName(const ExchangedMatrix& matrix) const {
+  const UnitParameter& parameter = plan_.units[matrix.unit].parameters[matrix.parameter];
+  return matrix.rows == 0
+             ? parameter.fqn
+             : fmt::format("{}[{}:{}]", parameter.fqn, matrix.first_row, matrix.first_row + matrix.rows);
+}
+
+void Exchanges::Pass(const Instruction& i, Position at) {
+  switch (i.kind) {
+    case InstructionKind::kUpdateCopyIn:
+      CheckRoom(i, i.dst, at);
+      return Expect(i, Stage::kIdle, Stage::kInPieces, at);
+    case InstructionKind::kAllToAll: {
+      if (!SameRanks(plan_.communicators[i.communicator],
+                     plan_.communicators[plan_.exchanges[i.exchange].communicator])) {
+        Add(Rule::kReference, at,
+            fmt::format("all_to_all: communicator {} does not join the ranks of {}",
+                        plan_.communicators[i.communicator].name, plan_.exchanges[i.exchange].name));
+      }
+      const bool pieces = plan_.buffers[i.src].role == BufferRole::kUpdatePieces;
+      if (pieces == (plan_.buffers[i.dst].role == BufferRole::kUpdatePieces)) {
+        Add(Rule::kLayout, at,
+            fmt::format("all_to_all: {} and {} are both {}", plan_.buffers[i.src].name,
+                        plan_.buffers[i.dst].name, Name(plan_.buffers[i.src].role)));
+        return;
+      }
+      CheckRoom(i, i.dst, at);
+      return pieces ? Expect(i, Stage::kInPieces, Stage::kAtOwners, at) : SendBack(i, at);
+    }
+    case InstructionKind::kOrthogonalize:
+      return Orthogonalize(i, at);
+    case InstructionKind::kUpdateApply:
+      return Expect(i, Stage::kBack, Stage::kIdle, at);
+    default:
+      return;
+  }
+}
+
+void Exchanges::Expect(const Instruction& i, Stage expected, Stage next, Position at) {
+  State& state = states_[i.exchange];
+  if (state.stage != expected) {
+    const auto word = [](Stage stage) {
+      switch (stage) {
+        case Stage::kIdle:
+          return "nothing of it is under way";
+        case Stage::kInPieces:
+          return "its updates lie in pieces";
+        case Stage::kAtOwners:
+          return "its matrices lie at their owners";
+        case Stage::kBack:
+          return "its results are back in pieces";
+      }
+      return "";
+    };
+    std::vector<std::string> chain;
+    if (state.stage != Stage::kIdle) chain.push_back("before: " + reporter_.Describe(state.at));
+    Add(Rule::kOptimizerStep, at,
+        fmt::format("{} of {} comes where {}, and needs that {}", Name(i.kind),
+                    plan_.exchanges[i.exchange].name, word(state.stage), word(expected)),
+        std::move(chain));
+  }
+  if (expected == Stage::kInPieces) state.done.assign(plan_.exchanges[i.exchange].matrices.size(), 0);
+  state.stage = next;
+  state.at = at;
+}
+
+void Exchanges::Orthogonalize(const Instruction& i, Position at) {
+  Expect(i, Stage::kAtOwners, Stage::kAtOwners, at);
+  State& state = states_[i.exchange];
+  state.done.resize(plan_.exchanges[i.exchange].matrices.size());
+  const Segment& segment = plan_.segments[i.segment];
+  const ExchangedMatrix& matrix = plan_.exchanges[i.exchange].matrices[i.matrix];
+  if (segment.phase != SegmentPhase::kOptimizer) {
+    Add(Rule::kComputeOrder, at,
+        fmt::format("orthogonalize runs {}, which is of the {}", segment.name, Name(segment.phase)));
+  }
+  char& done = state.done[i.matrix];
+  if (done != 0)
+    Add(Rule::kOptimizerStep, at, fmt::format("{} is orthogonalised a second time", MatrixName(matrix)));
+  done = 1;
+}
+
+void Exchanges::SendBack(const Instruction& i, Position at) {
+  const std::vector<char> done = states_[i.exchange].done;
+  const bool there = states_[i.exchange].stage == Stage::kAtOwners;
+  Expect(i, Stage::kAtOwners, Stage::kBack, at);
+  for (std::size_t m = 0; there && m < done.size(); ++m) {
+    if (done[m] != 0) continue;
+    Add(Rule::kOptimizerStep, at,
+        fmt::format("{} goes back from its owner, which has not orthogonalised it",
+                    MatrixName(plan_.exchanges[i.exchange].matrices[m])));
+  }
+}
+
+void Exchanges::CheckRoom(const Instruction& i, BufferId id, Position at) {
+  const Buffer& buffer = plan_.buffers[id];
+  const Exchange& exchange = plan_.exchanges[i.exchange];
+  const ExchangeLayout layout(plan_, exchange);
+  // The first rank has the most rows of every parameter.
+  const std::int64_t numel = buffer.role == BufferRole::kUpdatePieces
+                                 ? layout.PiecesNumel(0)
+                                 : layout.WholeNumel(layout.LargestOwner());
+  if (buffer.dtype != exchange.dtype) {
+    Add(Rule::kLayout, at,
+        fmt::format("{} has dtype {}, and {} is exchanged in {}", buffer.name, Name(buffer.dtype),
+                    exchange.name, Name(exchange.dtype)));
+  } else if (SizeBytes(buffer) < Bytes{numel * SizeBytes(exchange.dtype)}) {
+    Add(Rule::kLayout, at,
+        fmt::format("{} has {} bytes, and a rank of {} needs {}", buffer.name, SizeBytes(buffer).value,
+                    exchange.name, numel * SizeBytes(exchange.dtype)));
+  }
+}
+
+void Exchanges::EndStep() {
+  for (std::size_t e = 0; e < states_.size(); ++e) {
+    if (states_[e].stage != Stage::kIdle) {
+      Add(Rule::kOptimizerStep, states_[e].at,
+          fmt::format("{} is under way when the step ends: nothing applies its results",
+                      plan_.exchanges[e].name));
+    }
+    states_[e] = {};
+  }
+}
+
+}  // namespace shardplan::verifier
