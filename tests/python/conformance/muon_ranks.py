@@ -26,7 +26,9 @@ _KINDS = {
     "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all", "broadcast": "broadcast",
 }
-_USES_IN_A_CALL = 2  # the caller's and that of the arguments' list
+# References to a result that is waited for: of the caller and of the call's arguments; of the tensor and of the
+# storage's object.
+_OF_A_RESULT = (2, 2)
 _NO_KERNELS = frozenset(("aten.empty", "aten.empty_strided", "aten.new_empty", "aten.detach", "aten.alias"))
 
 
@@ -74,13 +76,14 @@ class _Log(TorchDispatchMode):
             return NotImplemented
         if func.namespace == "_c10d_functional" and func._overloadpacket.__name__ == "wait_tensor":
             return self._wait(func, args)
+        used = [(a, _references(a)) for a in args if _is_plain(a)]
         out = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(out) if _is_plain(leaf)]
         fresh = [t for t in tensors if t.untyped_storage()._cdata not in self._alive and t.untyped_storage().nbytes()]
         for tensor in fresh:
             self._follow(tensor.untyped_storage())
         if tensors and (fresh or func._schema.is_mutable):
-            self._operator(func, args, tensors)
+            self._operator(func, args, tensors, used)
         return out
 
     def _wait(self, func, args):
@@ -88,9 +91,9 @@ class _Log(TorchDispatchMode):
         out = func(*args)
         if number is not None:
             self.events.append(["wait", number])
-            _let_go(args[0], _USES_IN_A_CALL)
+            _let_go(args[0], _OF_A_RESULT)
             while used:
-                _let_go(used.pop(), 1)
+                _let_go(*used.pop())
         return out
 
     def _follow(self, storage) -> None:
@@ -104,7 +107,7 @@ class _Log(TorchDispatchMode):
         self._alive[address] = weakref.ref(storage, gone)
         self.events.append(["+", number, storage.nbytes()])
 
-    def _operator(self, func, args, results: list[torch.Tensor]) -> None:
+    def _operator(self, func, args, results: list[torch.Tensor], used: list) -> None:
         name = f"{func.namespace}.{func._overloadpacket.__name__}"
         kind = _KINDS.get(func._overloadpacket.__name__) if func.namespace == "_c10d_functional" else None
         if kind is None:
@@ -116,7 +119,7 @@ class _Log(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group)
         self.events.append(["collective", kind, _dtype(args[0]), whole.numel() * whole.element_size(), ranks])
         result = results[0].untyped_storage()
-        self._issued_for[result._cdata] = (self._issued, [a for a in args if _is_plain(a)])
+        self._issued_for[result._cdata] = (self._issued, used)
         self._issued += 1
 
 
@@ -124,17 +127,22 @@ def _is_plain(value) -> bool:
     return type(value) is torch.Tensor and value.device.type == "cpu"
 
 
-def _let_go(tensor: torch.Tensor, uses: int) -> None:
-    """Threads of Gloo have a collective's tensors until a moment after it is over: until so many references are left.
+def _references(tensor: torch.Tensor) -> tuple[int, int]:
+    """To the tensor, and to its storage (Gloo works on views of a gather's output)."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _let_go(tensor: torch.Tensor, references: tuple[int, int]) -> None:
+    """Threads of Gloo have a collective's tensors until a moment after it is over: until no more references are left.
     """
     until = time.monotonic() + _TIMEOUT_SECONDS
-    while tensor._use_count() > uses:
-        assert time.monotonic() < until, f"{tensor._use_count()} references, expected {uses}"
+    while any(found > wanted for found, wanted in zip(_references(tensor), references)):
+        assert time.monotonic() < until, f"{_references(tensor)} references, expected {references}"
         time.sleep(0.0001)
 
 
 def _dtype(value) -> str:
-    """Of a tensor, or of the first one of a list."""
+    """The dtype of a tensor, or of the first one of a list."""
     first = next(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return str(first.dtype).removeprefix("torch.")
 

@@ -3,10 +3,10 @@
 
 import pytest
 from conftest import installed_pytorch
+from muon_events import expected_events, traced_steps
 from muon_ranks import MuonCase, Recorded, work
 
-from shardplan.tracer.muon_matrices import Matrix
-from shardplan.tracer.muon_steps import MuonOptions, Ranks, record_step
+from shardplan.tracer.muon_steps import MuonOptions, Ranks
 from shardplan_conformance import processes
 
 pytestmark = pytest.mark.skipif(installed_pytorch() != "2.15", reason="DTensor's choices are those of one release")
@@ -32,6 +32,8 @@ CASES = [
     MuonCase("replicas_bfloat16", 4, ((6, 4), (2048, 8)), dtype="bfloat16", replicas=2),
 ]
 
+_REDUCED = ["collective", "all_reduce"]
+
 
 class GlooRanks:
     def __init__(self, count: int, folder):
@@ -46,7 +48,7 @@ class GlooRanks:
             self._connections.append(ours)
 
     def record(self, case: MuonCase) -> list[Recorded]:
-        """What each rank of the case did, once."""
+        """One recording for each rank of the case, made once."""
         if case in self._recorded:
             return self._recorded[case]
         for connection in self._connections:
@@ -70,47 +72,13 @@ def ranks(tmp_path_factory):
     found.end()
 
 
-def traced_steps(case: MuonCase) -> list[dict]:
-    """In the order of the model's matrices, as traces on CPU ranks have them."""
+def expected(case: MuonCase) -> list[list]:
+    """By the traced steps on CPU ranks. A functional reduction copies inside of its operator, where no mode looks."""
+    ranks = Ranks(case.shards, case.replicas)
     options = MuonOptions(ns_steps=case.ns_steps, nesterov=case.nesterov, device="cpu")
-    kinds = {shape: record_step(Matrix(shape, case.dtype), Ranks(case.shards, case.replicas), options)
-             for shape in case.shapes}
-    return [kinds[shape] for shape in case.shapes]
-
-
-def of_the_whole_step(steps: list[dict]) -> list[tuple[int, list]]:
-    """(number of the matrix, event). torch keeps a matrix's update until it has the next one's, so what `apply` frees
-    last is freed behind the next `update`."""
-    events, kept = [], []
-    for number, step in enumerate(steps):
-        events += [(number, event) for event in step["update"]]
-        events += kept
-        *applied, last = step["apply"]
-        events += [(number, event) for event in (*step["orthogonalize"], *applied)]
-        assert last[0] == "-"
-        kept = [(number, last)]
-    return events + kept
-
-
-def as_recorded(case: MuonCase, steps: list[dict]) -> list[list]:
-    """The traced steps in the form of rank 0's recording."""
-    groups = [list(range(case.shards)), list(range(0, case.ranks, case.shards))]
-    found, storages = [], {}
-    for number, (kind, *rest) in of_the_whole_step(steps):
-        if kind == "+":
-            storages[number, rest[0]] = len(storages)
-            found.append(["+", storages[number, rest[0]], rest[1]])
-        elif kind == "-":
-            found.append(["-", storages[number, rest[0]]])
-        elif len(rest) > 10:
-            details = rest[10]
-            found.append(
-                ["collective", details["kind"], rest[2], details["size_bytes"], groups[details["communicator"]]]
-            )
-            assert "work" not in details
-        else:
-            found.append(["op", rest[0], rest[2]])
-    return found
+    events = expected_events(traced_steps(case.shapes, case.dtype, ranks, options), ranks)
+    following = [*events[1:], []]
+    return [e for e, after in zip(events, following) if e[:2] != ["op", "aten.clone"] or after[:2] != _REDUCED]
 
 
 def without_waits(events: list[list]) -> list[list]:
@@ -132,7 +100,7 @@ def collectives(events: list[list]) -> list[tuple]:
 def test_a_step_on_gloo_ranks_is_the_traced_one(ranks, case):
     """Collectives, kernels, allocations and frees, event for event."""
     recorded = ranks.record(case)
-    assert without_waits(recorded[0].events) == as_recorded(case, traced_steps(case))
+    assert without_waits(recorded[0].events) == expected(case)
     for other in recorded[1:]:
         assert [kind for kind, *_ in collectives(other.events)] == [
             kind for kind, *_ in collectives(recorded[0].events)

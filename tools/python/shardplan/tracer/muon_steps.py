@@ -127,7 +127,7 @@ class _Numbers:
 
     @staticmethod
     def behind(trace: dict) -> _Numbers:
-        """Those behind the numbers that the trace has so far."""
+        """Numbers behind those that the trace has so far."""
         events = [e for kind in ("forwards", "backwards") for p in trace.get(kind, ()) for e in p["events"]]
         resident = [entry.get("storage", -1) for kind in ("inputs", "buffers") for entry in trace.get(kind, ())]
         storages = max([*(e[1] for e in events if e[0] == "+"), *resident], default=-1)
@@ -162,7 +162,7 @@ class _Numbers:
 
 
 def _check_ends(storages: list[StorageRecord], place: str) -> None:
-    """What lives on is no temporary of the step."""
+    """A storage that lives on is no temporary of the step."""
     kept = [s for s in storages if s.died is None or s.phase == "before"]
     if kept:
         raise TracerError(f"{place} keeps {len(kept)} tensors, the first of {kept[0].size_bytes} bytes: expected none")
