@@ -182,9 +182,15 @@ void Communicator::Launch(std::vector<Operation> operations, const std::shared_p
   // only streams order it, so that a host knows only what the program alone makes certain.
   Task task = {NameOf(operations.front().kind), IsAlone() ? std::vector<Point>() : std::vector{last_}, {}};
   task.run = [self = shared_from_this(), operations = std::move(operations)]() mutable {
-    bool done = true;
     if (IsAlone()) return true;
-    for (Operation& op : operations) done = self->Advance(op) && done;
+    bool done = true, collectives_done = true;
+    for (Operation& op : operations) {
+      const bool message = op.kind == OpKind::kSend || op.kind == OpKind::kReceive;
+      // Collectives of a group are done in their order: `taken` and `given` count them.
+      const bool did = (message || collectives_done) && self->Advance(op);
+      done = did && done;
+      if (!message) collectives_done = did && collectives_done;
+    }
     return done;
   };
   std::erase_if(launched_, [](const auto& one) { return Engine::Get().IsDone(one.second); });

@@ -27,7 +27,7 @@ struct CollectiveCall {
   ReduceOp reduce_op = ReduceOp::kSum;
   double divisor = 1;
   DType dtype = DType::kFloat32;
-  Bytes size_bytes;  // of the full tensor: all ranks must agree
+  Bytes size_bytes;                    // of the full tensor: all ranks must agree
   const Exchange* exchange = nullptr;  // of an all_to_all: who owns what, on which all ranks agree
   // One of the model's own, inside a segment: its number there, and what it says. A send and its receive are
   // one call of each rank.

@@ -27,34 +27,29 @@ std::string Exchanges::MatrixName(const ExchangedMatrix& matrix) const {
 }
 
 void Exchanges::Pass(const Instruction& i, Position at) {
-  switch (i.kind) {
-    case InstructionKind::kUpdateCopyIn:
-      CheckRoom(i, i.dst, at);
-      return Expect(i, Stage::kIdle, Stage::kInPieces, at);
-    case InstructionKind::kAllToAll: {
-      if (!SameRanks(plan_.communicators[i.communicator],
-                     plan_.communicators[plan_.exchanges[i.exchange].communicator])) {
-        Add(Rule::kReference, at,
-            fmt::format("all_to_all: communicator {} does not join the ranks of {}",
-                        plan_.communicators[i.communicator].name, plan_.exchanges[i.exchange].name));
-      }
-      const bool pieces = plan_.buffers[i.src].role == BufferRole::kUpdatePieces;
-      if (pieces == (plan_.buffers[i.dst].role == BufferRole::kUpdatePieces)) {
-        Add(Rule::kLayout, at,
-            fmt::format("all_to_all: {} and {} are both {}", plan_.buffers[i.src].name,
-                        plan_.buffers[i.dst].name, Name(plan_.buffers[i.src].role)));
-        return;
-      }
-      CheckRoom(i, i.dst, at);
-      return pieces ? Expect(i, Stage::kInPieces, Stage::kAtOwners, at) : SendBack(i, at);
-    }
-    case InstructionKind::kOrthogonalize:
-      return Orthogonalize(i, at);
-    case InstructionKind::kUpdateApply:
-      return Expect(i, Stage::kBack, Stage::kIdle, at);
-    default:
-      return;
+  if (i.kind == InstructionKind::kOrthogonalize) return Orthogonalize(i, at);
+  if (i.kind == InstructionKind::kAllToAll) return Send(i, at);
+  if (i.kind == InstructionKind::kUpdateApply) return Expect(i, Stage::kBack, Stage::kIdle, at);
+  CheckRoom(i, i.dst, at);
+  Expect(i, Stage::kIdle, Stage::kInPieces, at);
+}
+
+void Exchanges::Send(const Instruction& i, Position at) {
+  const Buffer& from = plan_.buffers[i.src];
+  const Buffer& to = plan_.buffers[i.dst];
+  const Exchange& exchange = plan_.exchanges[i.exchange];
+  if (!SameRanks(plan_.communicators[i.communicator], plan_.communicators[exchange.communicator])) {
+    Add(Rule::kReference, at,
+        fmt::format("all_to_all: communicator {} does not join the ranks of {}",
+                    plan_.communicators[i.communicator].name, exchange.name));
   }
+  if (from.role == to.role) {
+    return Add(Rule::kLayout, at,
+               fmt::format("all_to_all: {} and {} are both {}", from.name, to.name, Name(from.role)));
+  }
+  CheckRoom(i, i.dst, at);
+  from.role == BufferRole::kUpdatePieces ? Expect(i, Stage::kInPieces, Stage::kAtOwners, at)
+                                         : SendBack(i, at);
 }
 
 void Exchanges::Expect(const Instruction& i, Stage expected, Stage next, Position at) {

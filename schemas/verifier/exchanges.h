@@ -36,6 +36,7 @@ class Exchanges {
   void Expect(const Instruction& i, Stage expected, Stage next, Position at);
   void CheckRoom(const Instruction& i, BufferId buffer, Position at);
   void Orthogonalize(const Instruction& i, Position at);
+  void Send(const Instruction& i, Position at);
   void SendBack(const Instruction& i, Position at);
   void Add(Rule rule, Position at, std::string what, std::vector<std::string> chain = {});
   std::string MatrixName(const ExchangedMatrix& matrix) const;

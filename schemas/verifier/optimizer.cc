@@ -25,8 +25,7 @@ std::vector<std::int32_t> SteppedBy(const Unit& unit, const Instruction& i) {
 
 bool HoldsOneOf(const Plan& plan, const Buffer& buffer, const std::vector<std::int32_t>& parameters) {
   const std::vector<std::int32_t> held = ParametersOf(plan, buffer);
-  return std::ranges::any_of(parameters,
-                             [&](std::int32_t p) { return std::ranges::binary_search(held, p); });
+  return std::ranges::any_of(parameters, [&](std::int32_t p) { return std::ranges::binary_search(held, p); });
 }
 
 }  // namespace

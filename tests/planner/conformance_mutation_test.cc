@@ -58,6 +58,10 @@ bool IsLogged(const Plan& plan, const Instruction& i) {
              plan.buffers[i.src].role == BufferRole::kReduceScatterInput;
     case InstructionKind::kBindSharded:
       return plan.policy == "fsdp2";
+    case InstructionKind::kUpdateCopyIn:
+    case InstructionKind::kAllToAll:
+    case InstructionKind::kOrthogonalize:
+    case InstructionKind::kUpdateApply:
     case InstructionKind::kCompute:
     case InstructionKind::kAllocate:
     case InstructionKind::kBindUnsharded:

@@ -34,6 +34,7 @@ class Fsdp2Like {
     scatter_ = b_.Stream("reduce_scatter");
     if (options.replicas > 1) reduce_ = b_.Stream("all_reduce");
     for (int i = 0; i < options.units; ++i) units_.push_back(MakeUnit("layers." + std::to_string(i)));
+    if (options.owners) MakeExchange();
   }
 
   Plan Build() {
@@ -47,6 +48,7 @@ class Fsdp2Like {
       if (std::string(name) == "first") {
         for (const UnitBuffers& u : units_) b_.Allocate(u.state, kCompute0);
       }
+      if (options_.owners) StepByOwners();
       b_.OptimizerStep(kCompute0).At(TriggerKind::kZeroGrad).ZeroGrad().At(TriggerKind::kStepEnd);
     }
     Plan plan = std::move(b_.plan());
@@ -96,6 +98,63 @@ class Fsdp2Like {
     u.all_reduced = b_.Event(fqn + ".all_reduced");
     u.reduced = b_.Event(fqn + ".reduced");
     return u;
+  }
+
+  // The first parameter of each unit is a matrix of one column.
+  void MakeExchange() {
+    exchange_ = b_.Stream("update_exchange");
+    shardplan::Exchange exchange{.name = "muon.0", .communicator = 0, .dtype = DType::kFloat32};
+    std::int64_t rows = 0;
+    for (const UnitBuffers& u : units_) {
+      UnitParameter& parameter = b_.plan().units[u.unit].parameters[0];
+      parameter.shape.push_back(1);
+      parameter.muon = true;
+      exchange.matrices.push_back({.unit = u.unit, .parameter = 0, .owner = u.unit % options_.shards});
+      rows += parameter.shape[0];
+    }
+    b_.plan().exchanges = {exchange};
+    for (const BufferRole role : {kUpdatePieces, kUpdateWhole}) {
+      const Bytes bytes{(role == kUpdatePieces ? rows / options_.shards : rows) * SizeBytes(exchange.dtype)};
+      b_.plan().buffers.push_back({.name = "muon.0." + std::string(Name(role)),
+                                   .role = role,
+                                   .dtype = exchange.dtype,
+                                   .parts_bytes = {bytes}});
+    }
+    pieces_ = static_cast<BufferId>(b_.plan().buffers.size()) - 2;
+    whole_ = pieces_ + 1;
+    b_.plan().segments.push_back({.name = "newton schulz", .phase = SegmentPhase::kOptimizer});
+  }
+
+  void StepByOwners() {
+    const auto segment = static_cast<SegmentId>(b_.plan().segments.size()) - 1;
+    b_.Allocate(pieces_, kCompute0).Allocate(whole_, kCompute0);
+    b_.Do({.kind = kUpdateCopyIn, .stream = kCompute0, .dst = pieces_, .exchange = 0});
+    b_.Sync(kCompute0, exchange_);
+    b_.Do({.kind = kAllToAll,
+           .stream = exchange_,
+           .src = pieces_,
+           .dst = whole_,
+           .communicator = 0,
+           .exchange = 0});
+    b_.Sync(exchange_, kCompute0);
+    for (std::int32_t m = 0; m < std::ssize(units_); ++m) {
+      b_.Do({.kind = kOrthogonalize,
+             .stream = kCompute0,
+             .dst = whole_,
+             .segment = segment,
+             .exchange = 0,
+             .matrix = m});
+    }
+    b_.Sync(kCompute0, exchange_);
+    b_.Do({.kind = kAllToAll,
+           .stream = exchange_,
+           .src = whole_,
+           .dst = pieces_,
+           .communicator = 0,
+           .exchange = 0});
+    b_.Sync(exchange_, kCompute0);
+    b_.Do({.kind = kUpdateApply, .stream = kCompute0, .src = pieces_, .exchange = 0});
+    b_.Free(whole_).Free(pieces_);
   }
 
   void AddPostForwardShards(UnitBuffers& u, DType low) {
@@ -258,7 +317,8 @@ class Fsdp2Like {
 
   SmallPlanOptions options_;
   PlanBuilder b_;
-  StreamId copy_in_ = -1, gather_ = -1, scatter_ = -1, reduce_ = -1;
+  StreamId copy_in_ = -1, gather_ = -1, scatter_ = -1, reduce_ = -1, exchange_ = -1;
+  BufferId pieces_ = -1, whole_ = -1;  // of the exchange
   std::vector<UnitBuffers> units_;
   UnitBuffers* deferred_ = nullptr;    // its all-gather output is to be freed
   UnitBuffers* scattering_ = nullptr;  // its reduce-scatter input is to be freed

@@ -21,6 +21,7 @@ struct SmallPlanOptions {
   bool reduce_into_grad =
       false;             // where dtypes agree: reduce_scatter writes grad_sharded, no separate output
   int microbatches = 1;  // all but the last accumulate without reducing
+  bool owners = false;   // Muon steps the first parameter of each unit, by owners
 };
 
 // Two steps, "first" (makes the optimizer states) and "steady".

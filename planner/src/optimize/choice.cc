@@ -5,7 +5,9 @@
 
 #include <algorithm>
 
+#include "policy/matrix_owners.h"
 #include "shardplan/planner/planner.h"
+#include "shardplan/schemas/optimizers.h"
 #include "units/unit_parameters.h"
 
 namespace shardplan::optimize {
@@ -439,6 +441,74 @@ void AddOtherMeshes(const Trace& trace, Job& job) {
   }
 }
 
+// Muon's matrices, and which owners the trace has every step for.
+MuonMatrices MuonMatricesOf(const Trace& trace, const Job& job) {
+  MuonMatrices found;
+  const std::optional<Muon>& muon = job.strategy.optimizer.muon;
+  if (!muon || !muon->compute.empty()) return found;
+  const auto traced = [&](std::int64_t ranks, std::int64_t replicas, const Parameter& parameter) {
+    const std::vector<std::int64_t> matrix(parameter.shape.end() - 2, parameter.shape.end());
+    return std::ranges::any_of(trace.optimizer_steps, [&](const TracedOptimizerStep& step) {
+      return step.ranks == ranks && step.replicas == replicas && step.shape == matrix &&
+             step.dtype == parameter.dtype && step.ns_steps == muon->ns_steps;
+    });
+  };
+  bool sharded = true, owned = job.shards > 1;
+  for (const Parameter& parameter : trace.parameters) {
+    if (!parameter.requires_grad || !MuonSteps(job.strategy.optimizer, parameter.fqn, parameter.shared_with))
+      continue;
+    const std::int64_t rows = *(parameter.shape.end() - 2), columns = parameter.shape.back();
+    sharded = sharded && rows >= job.shards && traced(job.shards, job.replicas, parameter);
+    owned = owned && traced(1, 1, parameter);
+    found.matrices.push_back({parameter.fqn, NewtonSchulzWork(rows, columns, muon->ns_steps)});
+  }
+  if (sharded) found.owners.push_back(MuonOwners::kNone);
+  if (owned) found.owners.insert(found.owners.end(), {MuonOwners::kShards, MuonOwners::kDistMuon});
+  if (owned && job.replicas > 1) found.owners.push_back(MuonOwners::kReplicas);
+  return found;
+}
+
+// The matrices in their order, cut into so many exchanges of about equal work.
+std::vector<std::vector<std::string>> BucketsOf(const MuonMatrices& muon, std::int32_t exchanges) {
+  std::int64_t all = 0, done = 0;
+  for (const MuonMatrices::Matrix& matrix : muon.matrices) all += matrix.work;
+  std::vector<std::vector<std::string>> buckets(1);
+  for (const MuonMatrices::Matrix& matrix : muon.matrices) {
+    const auto next = static_cast<std::int64_t>(buckets.size());
+    if (!buckets.back().empty() && next < exchanges && done >= all / exchanges * next) buckets.emplace_back();
+    buckets.back().push_back(matrix.fqn);
+    done += matrix.work;
+  }
+  return buckets;
+}
+
+void SetMuon(const Job& job, const Choice& choice, Strategy& strategy) {
+  if (job.muon.owners.empty()) return;
+  Muon& muon = *strategy.optimizer.muon;
+  if (choice.owners == MuonOwners::kNone) return;
+  muon.compute = {{.over_replicas = choice.owners == MuonOwners::kReplicas}};
+  muon.dist_muon = choice.owners == MuonOwners::kDistMuon;
+  if (choice.exchanges > 1) muon.buckets = BucketsOf(job.muon, choice.exchanges);
+}
+
+std::string MuonText(const Job& job, const Choice& given) {
+  if (job.muon.owners.empty()) return "as given";
+  const Choice choice = Effective(job, given);
+  const std::string in =
+      choice.exchanges == 1 ? "one exchange" : fmt::format("{} exchanges", choice.exchanges);
+  switch (choice.owners) {
+    case MuonOwners::kNone:
+      return "torch.optim.Muon on shards";
+    case MuonOwners::kShards:
+      return "owners among the shards, " + in;
+    case MuonOwners::kReplicas:
+      return "owners among all replicas, " + in;
+    case MuonOwners::kDistMuon:
+      return "as DistMuon, " + in;
+  }
+  return "";
+}
+
 }  // namespace
 
 bool DecidesAccumulation(const Job& job) {
@@ -460,7 +530,7 @@ bool HasRest(const Job& job, const Choice& choice) {
   return job.replicas > 1 || inner > 1;
 }
 
-Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
+Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks, bool keeps_owners) {
   Job job{.strategy = strategy, .chain = MakeModelChain(trace)};
   job.shards = ranks;
   const std::vector<std::string> replicate =
@@ -475,6 +545,7 @@ Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks) {
   job.divisible_dims = EvenDims(trace, job.shards);
   job.plain_loop = strategy.program.size() == 1 && IsPlainLoop(strategy.program.front(), job.microbatches);
   if (!job.plain_loop) job.microbatches = 1;
+  if (!keeps_owners) job.muon = MuonMatricesOf(trace, job);
   return job;
 }
 
@@ -503,6 +574,7 @@ Strategy StrategyOf(const Job& job, const Choice& given) {
     strategy.fsdp2.part_after_backward = KeepsPartsOver(choice);
   if (!job.keeps_reduction) strategy.fsdp2.inner_reduce_ranks = Effective(job, choice).inner;
   if (Effective(job, choice).cuts_divisible_dims) strategy.fsdp2.shard_dims = job.divisible_dims;
+  SetMuon(job, Effective(job, choice), strategy);
   strategy.cpu_offload = job.strategy.cpu_offload || choice.offload;
   if (choice.fsdp1) {
     SetFsdp1(job, choice, strategy);
@@ -587,6 +659,12 @@ Choice Effective(const Job& job, Choice choice) {
       !choice.fsdp1 && DecidesAccumulation(job) && !job.keeps_units && !ReducesOnce(choice);
   choice.accumulated =
       may_accumulate ? std::clamp(choice.accumulated, 0, UnitCount(choice)) : none.accumulated;
+  const std::vector<MuonOwners>& owners = job.muon.owners;
+  if (std::ranges::find(owners, choice.owners) == owners.end())
+    choice.owners = owners.empty() ? none.owners : owners.front();
+  if (owners.empty() || choice.owners == none.owners) choice.exchanges = none.exchanges;
+  choice.exchanges =
+      std::clamp(choice.exchanges, 1, std::max(1, static_cast<std::int32_t>(job.muon.matrices.size())));
   choice.offloaded = job.keeps_activations ? 0 : std::clamp(choice.offloaded, 0, job.chain.blocks);
   const std::int32_t blocks = job.chain.blocks - choice.offloaded;  // that may be recomputed
   choice.recomputed = std::clamp(choice.recomputed, 0, blocks);
@@ -602,7 +680,7 @@ Choice Effective(const Job& job, Choice choice) {
 const std::vector<std::string>& DecisionNames() {
   static const std::vector<std::string> names = {"policy",    "units",      "reshard",     "apart",
                                                  "layout",    "checkpoint", "activations", "accumulation",
-                                                 "reduction", "prefetch"};
+                                                 "reduction", "owners",     "prefetch"};
   return names;
 }
 
@@ -617,6 +695,7 @@ std::string DecisionText(const Job& job, const Choice& choice, const std::string
   if (decision == "activations") return ActivationsText(job, choice);
   if (decision == "accumulation") return AccumulationText(job, choice);
   if (decision == "reduction") return ReductionText(job, choice);
+  if (decision == "owners") return MuonText(job, choice);
   return PrefetchText(job, choice);
 }
 
@@ -648,6 +727,10 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
     choice.outer_reduced_last = other.outer_reduced_last;
   }
   if (decision == "reduction") choice.inner = other.inner;
+  if (decision == "owners") {
+    choice.owners = other.owners;
+    choice.exchanges = other.exchanges;
+  }
   if (decision == "prefetch") {
     choice.prefetch = other.prefetch;
     choice.in_flight = other.in_flight;

@@ -19,6 +19,10 @@ namespace shardplan::optimize {
 // part, stay until the next forward.
 enum class Accumulation : std::uint8_t { kEach, kEachKept, kLast, kLastKept, kRestLast, kRestLastKept };
 
+// The ranks that may have a matrix of Muon's whole: none, as torch.optim.Muon; those of a replica, or of all
+// of them; or those of a replica, exchanged as DistMuon does.
+enum class MuonOwners : std::uint8_t { kNone, kShards, kReplicas, kDistMuon };
+
 // A number of units: all that there are, and the root.
 inline constexpr std::int32_t kAllUnits = std::numeric_limits<std::int32_t>::max();
 // Choice::kept_apart: what is on other meshes is handled as its unit is.
@@ -61,6 +65,8 @@ struct Choice {
   // fsdp1
   bool grad_op = false;  // SHARD_GRAD_OP
   Fsdp1BackwardPrefetch backward_prefetch = Fsdp1BackwardPrefetch::kPre;
+  MuonOwners owners = MuonOwners::kNone;
+  std::int32_t exchanges = 1;  // of Muon's matrices, of about equal work
   // The job's strategy as it is; no other decision counts.
   bool as_given = false;
   auto operator<=>(const Choice&) const = default;
@@ -75,11 +81,22 @@ struct OtherMeshes {
   std::vector<std::string> modules;      // that have such parameters and no others: they may be units
 };
 
+// Muon's matrices in a job whose owners the search decides.
+struct MuonMatrices {
+  struct Matrix {
+    std::string fqn;
+    std::int64_t work = 0;  // NewtonSchulzWork
+  };
+  std::vector<Matrix> matrices;    // in the model's order; empty: there is nothing to decide
+  std::vector<MuonOwners> owners;  // that the trace has the steps for
+};
+
 // The job that a choice is made for.
 struct Job {
   Strategy strategy;
   ModelChain chain;
   std::map<std::string, OtherMeshes> other_meshes;  // by module of the chain; "": outside of these
+  MuonMatrices muon;
   std::int64_t shards = 1, replicas = 1;
   std::int64_t node_ranks = 8;
   std::int32_t microbatches = 1;
@@ -99,7 +116,8 @@ bool KeepsOver(const Choice& choice);
 bool MayBeInParts(const Job& job, const Choice& choice);
 // Whether reductions have a level that may wait for the last micro-batch: the outer one, or the replicas'.
 bool HasRest(const Job& job, const Choice& choice);
-Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks);
+// `keeps_owners`: Muon's matrices stay where the strategy has them.
+Job MakeJob(const Trace& trace, const Strategy& strategy, std::int64_t ranks, bool keeps_owners = false);
 Strategy StrategyOf(const Job& job, const Choice& choice);
 // PyTorch has every knob of it.
 bool IsOfPyTorch(const Choice& choice);

@@ -285,6 +285,19 @@ void AddOrderMoves(const Job& job, const Choice& from, std::vector<Choice>& move
   }
 }
 
+void AddMuonMoves(const Job& job, const Choice& from, std::vector<Choice>& moves) {
+  for (const MuonOwners owners : job.muon.owners) {
+    moves.push_back(from);
+    moves.back().owners = owners;
+  }
+  if (job.muon.owners.empty() || from.owners == MuonOwners::kNone) return;
+  for (const std::int32_t exchanges : {1, from.exchanges / 2, from.exchanges * 2, job.chain.blocks}) {
+    if (exchanges < 1) continue;
+    moves.push_back(from);
+    moves.back().exchanges = exchanges;
+  }
+}
+
 // Every way to cut so many modules into units of neighbours, or to leave one to the root.
 std::vector<std::vector<std::int32_t>> AllCuts(std::int32_t modules) {
   if (modules == 0) return {{}};
@@ -355,6 +368,18 @@ std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& option
       baselines.push_back({"fsdp2 default", Default(job)});
       baselines.push_back({"fsdp2 as torchtitan wraps", Titan(job)});
     }
+  }
+  // torchtitan's recipes of DistMuon have a bucket for each block.
+  const auto has_owners = [&](MuonOwners owners) {
+    return std::ranges::find(job.muon.owners, owners) != job.muon.owners.end();
+  };
+  const std::size_t without_owners = baselines.size();
+  for (std::size_t i = 0; has_owners(MuonOwners::kDistMuon) && i < without_owners; ++i) {
+    NamedChoice dist_muon = baselines[i];
+    dist_muon.name += ", DistMuon";
+    dist_muon.choice.owners = MuonOwners::kDistMuon;
+    dist_muon.choice.exchanges = std::max(job.chain.blocks, 1);
+    baselines.push_back(std::move(dist_muon));
   }
   const std::size_t plain = baselines.size();
   if (!job.of_pytorch) baselines.push_back({"as given", {.as_given = true}});
@@ -528,6 +553,7 @@ std::vector<Choice> Moves(const Job& job, const OptimizeOptions& options, const 
       break;
     default:
       AddOrderMoves(job, choice, moves);
+      AddMuonMoves(job, choice, moves);
   }
   std::erase(moves, choice);
   std::set<Choice> seen;

@@ -41,10 +41,11 @@ std::int64_t Ppm(std::int64_t part, std::int64_t whole) {
 // Knobs that only one policy has, and that change what is computed.
 bool NeedsItsPolicy(const Strategy& strategy) {
   const Fsdp2Knobs& knobs = strategy.fsdp2;
-  return strategy.data_parallel || knobs.gradient_divide_factor || knobs.force_sum_reduction ||
-         !knobs.shard_dims.empty() || !knobs.extensions.empty() || !knobs.all_reduce_hooks.empty() ||
-         !knobs.shard_root || strategy.fsdp1.comm_hook != Fsdp1CommHook::kNone ||
-         strategy.fsdp1.size_based_wrap || !strategy.fsdp1.ignored_modules.empty() || !strategy.setup.empty();
+  return strategy.optimizer.muon || strategy.data_parallel || knobs.gradient_divide_factor ||
+         knobs.force_sum_reduction || !knobs.shard_dims.empty() || !knobs.extensions.empty() ||
+         !knobs.all_reduce_hooks.empty() || !knobs.shard_root ||
+         strategy.fsdp1.comm_hook != Fsdp1CommHook::kNone || strategy.fsdp1.size_based_wrap ||
+         !strategy.fsdp1.ignored_modules.empty() || !strategy.setup.empty();
 }
 
 // Units that say what is computed, or that something else names.
@@ -56,11 +57,11 @@ bool NeedsItsUnits(const Strategy& strategy) {
          !strategy.setup.empty() || !strategy.fsdp2.shared_comm_contexts.empty();
 }
 
-// With the mesh of the trace's parameters, where the job has none of its own: the search has to know who is
-// on which. A trace that has none to make is an error of every plan.
+// With the mesh of the trace's parameters and Muon's matrices, where the job has none of its own: the search
+// has to know who is on which. A trace that has none to make is an error of every plan.
 Strategy WithMesh(const Trace& trace, const Strategy& job, std::int64_t ranks) {
   const Result<Strategy> completed = CompleteStrategy(job, trace, ranks);
-  return completed && completed->mesh != job.mesh ? *completed : job;
+  return completed && (completed->mesh != job.mesh || job.optimizer.muon) ? *completed : job;
 }
 
 class OptimizeRun {
@@ -115,10 +116,12 @@ class OptimizeRun {
   }
   static optimize::Job JobOf(const Trace& trace, const Strategy& strategy, const Cluster& cluster,
                              const OptimizeOptions& options) {
-    optimize::Job job = optimize::MakeJob(trace, strategy, cluster.ranks);
+    optimize::Job job = optimize::MakeJob(trace, strategy, cluster.ranks, options.fixed.contains("owners"));
     job.node_ranks = cluster.ranks_per_node;
     if (options.of_pytorch) job.strategy.pytorch = PlannedPyTorch(strategy, trace);
     job.of_pytorch = options.of_pytorch;
+    if (options.of_pytorch)  // torch has no optimizer with owners
+      std::erase_if(job.muon.owners, [](auto owners) { return owners != optimize::MuonOwners::kNone; });
     job.keeps_units = options.fixed.contains("units");
     job.keeps_reshard = options.fixed.contains("reshard");
     job.keeps_prefetch = options.fixed.contains("prefetch");
@@ -342,6 +345,7 @@ class OptimizeRun {
     const Nanoseconds step_ns = evaluator_.known().at(choice_).step_ns;
     for (const std::string& decision : optimize::DecisionNames()) {
       if (decision == "apart" && job_.other_meshes.empty()) continue;
+      if (decision == "owners" && job_.muon.owners.empty()) continue;
       DecisionReport report{.decision = decision, .chosen = optimize::DecisionText(job_, choice_, decision)};
       const Choice without = optimize::WithDecision(choice_, decision, usual);
       if (without == choice_) {
@@ -490,8 +494,8 @@ Nanoseconds LeastOf(const std::vector<CertificateBranch>& branches) {
 }  // namespace optimize
 
 const std::set<std::string>& FixableDecisions() {
-  static const std::set<std::string> names = {"accumulation", "checkpoint", "layout", "prefetch",
-                                              "reduction",    "reshard",    "units"};
+  static const std::set<std::string> names = {"accumulation", "checkpoint", "layout",  "owners",
+                                              "prefetch",     "reduction",  "reshard", "units"};
   return names;
 }
 

@@ -63,8 +63,8 @@ const TracedOptimizerStep* MuonStep::Traced(Ranks ranks, const std::vector<std::
   const Muon& muon = MuonOf(strategy_);
   for (const TracedOptimizerStep& step : trace_.optimizer_steps) {
     const bool whole = ranks.shards == 1;  // orthogonalised alone, whatever the momentum is
-    if (step.ranks == ranks.shards && step.replicas == ranks.replicas && step.shape == shape && step.dtype == dtype && step.ns_steps == muon.ns_steps &&
-        (whole || step.nesterov == muon.nesterov))
+    if (step.ranks == ranks.shards && step.replicas == ranks.replicas && step.shape == shape &&
+        step.dtype == dtype && step.ns_steps == muon.ns_steps && (whole || step.nesterov == muon.nesterov))
       return &step;
   }
   return nullptr;
@@ -87,12 +87,13 @@ Status MuonStep::CheckMatrix(const Matrix& matrix) const {
     return MakeInputError("/optimizer/muon", fmt::format("{} {}", parameter.fqn, what), std::move(found),
                           std::move(expected));
   };
-  const auto cut = std::ranges::find_if(
-      parameter.placements, [](const ParameterPlacement& p) { return p.dim >= 0 && p.size > 1; });
+  const auto cut = std::ranges::find_if(parameter.placements,
+                                        [](const ParameterPlacement& p) { return p.dim >= 0 && p.size > 1; });
   if (cut != parameter.placements.end() && parameter.shape.size() == 2)
     return wrong("is cut over another dimension of the mesh: no rank of FSDP's has whole rows of it",
                  cut->mesh_dim, "a matrix that FSDP alone cuts");
-  if (choice.cpu_offload) return wrong("lives in host memory, and Muon steps on the device", "cpu_offload", "none");
+  if (choice.cpu_offload)
+    return wrong("lives in host memory, and Muon steps on the device", "cpu_offload", "none");
   if (parameter.shard_dim != 0 && RanksOf(matrix).shards > 1)
     return wrong("is not cut by rows", fmt::format("Shard({})", parameter.shard_dim), "Shard(0)");
   const auto [ranks, replicas] = RanksOf(matrix);
@@ -108,11 +109,12 @@ Status MuonStep::CheckMatrix(const Matrix& matrix) const {
                    fmt::format("0 to {}", group - 1));
   }
   const Ranks traced = rule == nullptr ? Ranks{ranks, replicas} : Ranks{};
-  const std::string traced_words =
-      traced.replicas > 1 ? fmt::format("{}x{}", traced.replicas, traced.shards) : fmt::format("{}", traced.shards);
+  const std::string traced_words = traced.replicas > 1 ? fmt::format("{}x{}", traced.replicas, traced.shards)
+                                                       : fmt::format("{}", traced.shards);
   if (rule == nullptr && parameter.shape[0] < ranks)
     return wrong("has fewer rows than ranks, which torch.optim.Muon refuses on DTensors",
-                 fmt::format("{} rows on {} ranks", parameter.shape[0], ranks), "an owner (compute: \"owned\")");
+                 fmt::format("{} rows on {} ranks", parameter.shape[0], ranks),
+                 "an owner (compute: \"owned\")");
   if (parameter.grad_dtype)
     return wrong("has gradients of another dtype than its own", std::string(Name(*parameter.grad_dtype)),
                  std::string(Name(parameter.dtype)));
@@ -170,8 +172,10 @@ void KeepOwnStorages(Segment& segment) {
 }  // namespace
 
 // `whole`: the iterations alone, as an owner runs them.
-SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, CommunicatorId shards, CommunicatorId replicas,
-                              bool whole) {
+SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, const Matrix& matrix, bool whole) {
+  const Unit& unit = partition_.units[static_cast<std::size_t>(matrix.unit)].unit;
+  const CommunicatorId shards = whole ? -1 : unit.shard_communicator;
+  const CommunicatorId replicas = whole ? -1 : unit.replicate_communicator;
   const auto [found, added] = segments_.try_emplace({&step, shards, replicas, whole}, SegmentId{-1});
   if (!added) return found->second;
   Segment segment{.name = fmt::format("muon {} {}{}", fmt::join(step.shape, "x"), Name(step.dtype),
@@ -180,8 +184,12 @@ SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, CommunicatorId sh
   if (shards >= 0) segment.name += " " + builder_.plan().communicators[static_cast<std::size_t>(shards)].name;
   const auto add = [&](const std::vector<SegmentEntry>& entries) {
     for (SegmentEntry entry : entries) {
-      if (auto* op = std::get_if<OperatorEvent>(&entry); op != nullptr && op->collective)
-        op->collective->communicator = op->collective->communicator == kOfShards ? shards : replicas;
+      if (auto* op = std::get_if<OperatorEvent>(&entry); op != nullptr && op->collective) {
+        const CommunicatorId traced = op->collective->communicator;
+        op->collective->communicator = traced == kOfShards     ? shards
+                                       : traced == kOfReplicas ? replicas
+                                                               : CommunicatorOf(matrix, true);
+      }
       segment.entries.push_back(std::move(entry));
     }
   };
@@ -194,12 +202,10 @@ SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, CommunicatorId sh
 
 void MuonStep::StepSharded(const Matrix& matrix) {
   const UnitParameter& parameter = ParameterOf(matrix);
-  const Unit& unit = partition_.units[static_cast<std::size_t>(matrix.unit)].unit;
   const TracedOptimizerStep* step = Traced(RanksOf(matrix), parameter.shape, parameter.dtype);
   if (step == nullptr) return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
   builder_.SetUnit(-1);
-  builder_.RunSegment(
-      SegmentOf(*step, unit.shard_communicator, unit.replicate_communicator, /*whole=*/false));
+  builder_.RunSegment(SegmentOf(*step, matrix, /*whole=*/false));
   builder_.SetUnit(matrix.unit);
   builder_.Emit(InstructionKind::kOptimizerStep, kCompute).parameter = matrix.parameter;
 }
@@ -245,8 +251,8 @@ std::vector<ExchangeId> MuonStep::ExchangesOf(const std::vector<Matrix>& matrice
   std::map<std::tuple<std::size_t, CommunicatorId, DType>, std::vector<Matrix>> grouped;
   for (const Matrix& matrix : matrices) {
     const UnitParameter& parameter = ParameterOf(matrix);
-    grouped[{BucketOf(muon, parameter),
-             CommunicatorOf(matrix, RuleOf(muon, parameter)->over_replicas), ExchangeDType(muon, parameter)}]
+    grouped[{BucketOf(muon, parameter), CommunicatorOf(matrix, RuleOf(muon, parameter)->over_replicas),
+             ExchangeDType(muon, parameter)}]
         .push_back(matrix);
   }
   std::map<CommunicatorId, std::vector<std::int64_t>> earlier_work;
@@ -267,9 +273,16 @@ std::vector<ExchangeId> MuonStep::ExchangesOf(const std::vector<Matrix>& matrice
       for (std::int64_t first = 0; first < all; first += rows) {
         exchange.matrices.push_back({matrix.unit, matrix.parameter, first, each, rule.owner.value_or(0)});
         MatrixLoad load{NewtonSchulzWork(rows, columns, muon.ns_steps),
-                        rows * columns * SizeBytes(parameter.dtype), parameter.fqn, {}};
+                        rows * columns * SizeBytes(parameter.dtype),
+                        parameter.fqn,
+                        {}};
         if (rule.owner) {
           load.ranks = {*rule.owner};
+        } else if (muon.dist_muon && each > 0) {
+          // DistMuon gives blocks to ranks as Shard(0) would, and does not weigh them against other matrices.
+          const std::int64_t blocks = all / rows;
+          load.ranks = {static_cast<std::int32_t>(first / rows / ((blocks + shards - 1) / shards))};
+          load.work = load.bytes = 0;
         } else if (first / chunk == (first + rows - 1) / chunk) {
           // A rank has it whole already: it, or the same of another replica.
           for (std::int64_t rank = first / chunk; rank < ranks; rank += shards)
@@ -279,7 +292,8 @@ std::vector<ExchangeId> MuonStep::ExchangesOf(const std::vector<Matrix>& matrice
       }
     }
     std::vector<std::int64_t>& earlier =
-        earlier_work.try_emplace(communicator, static_cast<std::size_t>(ranks), std::int64_t{0}).first->second;
+        earlier_work.try_emplace(communicator, static_cast<std::size_t>(ranks), std::int64_t{0})
+            .first->second;
     const std::vector<std::int32_t> owners = AssignOwners(loads, earlier);
     for (std::size_t m = 0; m < owners.size(); ++m) exchange.matrices[m].owner = owners[m];
     exchanges.push_back(AddExchange(std::move(exchange)));
@@ -299,7 +313,9 @@ MuonStep::Passage MuonStep::CopyIn(ExchangeId id) {
                                .dtype = exchange.dtype,
                                .parts_bytes = {Bytes{numel * SizeBytes(exchange.dtype)}}});
   };
-  const auto event = [&](const char* what) { return builder_.Event(fmt::format("{}.{}", exchange.name, what)); };
+  const auto event = [&](const char* what) {
+    return builder_.Event(fmt::format("{}.{}", exchange.name, what));
+  };
   const Passage passage{.exchange = id,
                         .pieces = buffer(BufferRole::kUpdatePieces, layout.PiecesNumel(0)),
                         .whole = buffer(BufferRole::kUpdateWhole, layout.WholeNumel(layout.LargestOwner())),
@@ -336,8 +352,9 @@ void MuonStep::Orthogonalize(const Passage& passage) {
   for (std::size_t m = 0; m < matrices.size(); ++m) {
     const UnitParameter& parameter = ParameterOf({matrices[m].unit, matrices[m].parameter});
     const TracedOptimizerStep* step = Traced({}, ShapeOf(builder_.plan(), matrices[m]), parameter.dtype);
-    if (step == nullptr) return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
-    const SegmentId segment = SegmentOf(*step, -1, -1, /*whole=*/true);
+    if (step == nullptr)
+      return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
+    const SegmentId segment = SegmentOf(*step, {matrices[m].unit, matrices[m].parameter}, /*whole=*/true);
     Instruction& orthogonalize = builder_.Emit(InstructionKind::kOrthogonalize, kCompute);
     orthogonalize.dst = passage.whole;
     orthogonalize.exchange = passage.exchange;

@@ -28,11 +28,14 @@ bool IsHead(const Module& module) {
     numbered = numbered || path.substr(0, end).find_first_not_of("0123456789") == std::string_view::npos;
     path.remove_prefix(std::min(end + 1, path.size()));
   }
-  return !numbered && module.class_name.ends_with("Linear") && std::ranges::find(kHeads, name) != kHeads.end();
+  return !numbered && module.class_name.ends_with("Linear") &&
+         std::ranges::find(kHeads, name) != kHeads.end();
 }
 
 bool IsEmbeddingOrHead(const Module& module) {
-  const auto is = [&](ModulePart part) { return std::ranges::find(module.parts, part) != module.parts.end(); };
+  const auto is = [&](ModulePart part) {
+    return std::ranges::find(module.parts, part) != module.parts.end();
+  };
   return is(ModulePart::kInputEmbeddings) || is(ModulePart::kOutputEmbeddings) ||
          module.class_name.ends_with("Embedding") || IsHead(module);
 }
@@ -60,8 +63,7 @@ Status ForEachMatch(const Trace& trace, const std::vector<std::string>& patterns
       if (Status s = visit(parameter, here); !s) return s;
     }
     if (!matches)
-      return MakeInputError(here, "no parameter has this name", patterns[p],
-                            "an FQN or a pattern over FQNs");
+      return MakeInputError(here, "no parameter has this name", patterns[p], "an FQN or a pattern over FQNs");
   }
   return {};
 }

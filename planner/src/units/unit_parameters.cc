@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/precision.h"
 #include "units/layout.h"
 
@@ -56,9 +57,8 @@ class ParameterKnobs {
   }
 
   void SetMuon(UnitParameter& parameter) const {
-    const std::optional<Muon>& muon = strategy_.optimizer.muon;
-    parameter.muon = muon && parameter.requires_grad &&
-                     MatchesAny(muon->matrices, parameter.fqn, parameter.shared_with);
+    parameter.muon =
+        parameter.requires_grad && MuonSteps(strategy_.optimizer, parameter.fqn, parameter.shared_with);
   }
 
   Status SetShardDim(UnitParameter& parameter) const {

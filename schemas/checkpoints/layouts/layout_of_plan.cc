@@ -29,8 +29,10 @@ class LayoutOfPlan {
                             std::string(name), NamesOf(KindsThatAreCut(), "or"));
     }
     if (Status status = Add("", nullptr); !status) return std::unexpected(status.error());
-    for (const OptimizerStateDescription& state : StatesOf(optimizer)) {
-      if (Status status = Add("state.", &state); !status) return std::unexpected(status.error());
+    for (const bool muon : {false, true}) {
+      for (const OptimizerStateDescription& state : StatesOf(OptimizerOf(optimizer, muon))) {
+        if (Status status = Add("state.", &state); !status) return std::unexpected(status.error());
+      }
     }
     return std::move(layout_);
   }
@@ -60,7 +62,8 @@ class LayoutOfPlan {
             {prefix + DisplayName(unit.fqn) + suffix, unit.orig_dtype, unit.flat_numel, *shard});
       }
       for (const UnitParameter& parameter : unit.parameters) {
-        if (state != nullptr && !parameter.requires_grad) continue;
+        const bool muons = state != nullptr && state->kind == OptimizerKind::kMuon;
+        if (state != nullptr && (!parameter.requires_grad || muons != parameter.muon)) continue;
         if (is_step) {
           layout_.tensors.push_back({.name = prefix + parameter.fqn + suffix, .dtype = DType::kFloat32});
           continue;

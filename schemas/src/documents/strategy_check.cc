@@ -223,8 +223,9 @@ class StrategyCheck {
                                      : rule.owner          ? "owner"
                                                            : "";
       if (!owned && !field.empty())
-        return MakeInputError(fmt::format("{}/{}", pointer, field), "a matrix without an owner has none of it",
-                              std::string(Name(rule.compute)), "compute: \"owned\"");
+        return MakeInputError(fmt::format("{}/{}", pointer, field),
+                              "a matrix without an owner has none of it", std::string(Name(rule.compute)),
+                              "compute: \"owned\"");
     }
     return {};
   }

@@ -267,7 +267,8 @@ inline constexpr auto kFields<MatrixRule> = FieldList(
              "sharded: nowhere, as torch.optim.Muon does on DTensors. owned (left out): on one rank."),
     Optional("over_replicas", &MatrixRule::over_replicas,
              "owned: also over the replicas of HSDP; left out: each replica computes all."),
-    Optional("block_rows", &MatrixRule::block_rows, "owned: every so many rows are a matrix; 0: all are one."),
+    Optional("block_rows", &MatrixRule::block_rows,
+             "owned: every so many rows are a matrix; 0: all are one."),
     Optional("owner", &MatrixRule::owner,
              "owned: by this rank of the group; left out: by the one with the least work."));
 
@@ -281,11 +282,13 @@ inline constexpr auto kFields<Muon> = FieldList(
     Optional("nesterov", &Muon::nesterov, "Nesterov momentum."),
     Optional("ns_steps", &Muon::ns_steps, "Newton-Schulz iterations.").AtLeast(1),
     Optional("compute", &Muon::compute, "Where matrices are whole; one that no rule matches is sharded."),
-    Optional("buckets", &Muon::buckets,
-             "FQNs or patterns of the matrices that are exchanged together, in order; what none matches comes "
-             "last, together."),
-    Optional("dist_muon", &Muon::dist_muon,
-             "As torchtitan's DistMuon: exchanged in the parameters' dtype, updated on the exchange's stream."));
+    Optional(
+        "buckets", &Muon::buckets,
+        "FQNs or patterns of the matrices that are exchanged together, in order; what none matches comes "
+        "last, together."),
+    Optional(
+        "dist_muon", &Muon::dist_muon,
+        "As torchtitan's DistMuon: exchanged in the parameters' dtype, updated on the exchange's stream."));
 
 template <>
 inline constexpr Definition kDefinition<Optimizer> = {.says = "The optimizer."};

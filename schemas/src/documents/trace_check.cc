@@ -16,8 +16,8 @@
 #include "documents/trace_modules_check.h"
 #include "json/fields.h"
 #include "shardplan/schemas/checks.h"
-#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/collective_kinds.h"
+#include "shardplan/schemas/optimizers.h"
 #include "shardplan/schemas/plan.h"
 
 namespace shardplan {
@@ -472,24 +472,26 @@ class OptimizerStepsCheck {
   }
 
  private:
-  using Key =
-      std::tuple<OptimizerKind, std::int64_t, std::int64_t, std::vector<std::int64_t>, DType, bool, std::int32_t>;
+  using Key = std::tuple<OptimizerKind, std::int64_t, std::int64_t, std::vector<std::int64_t>, DType, bool,
+                         std::int32_t>;
 
   Status Check(const TracedOptimizerStep& step, const std::string& pointer) {
     if (step.optimizer != OptimizerKind::kMuon)
-      return MakeInputError(pointer + "/optimizer", "no matrix optimizer", std::string(DescriptionOf(step.optimizer).name),
+      return MakeInputError(pointer + "/optimizer", "no matrix optimizer",
+                            std::string(DescriptionOf(step.optimizer).name),
                             std::string(DescriptionOf(OptimizerKind::kMuon).name));
     if (step.shape.size() != 2)
       return MakeInputError(pointer + "/shape", "a matrix has two dimensions",
                             fmt::format("{}", step.shape.size()), "2");
-    const Key key{step.optimizer, step.ranks, step.replicas, step.shape, step.dtype, step.nesterov, step.ns_steps};
+    const Key key{step.optimizer, step.ranks,    step.replicas, step.shape,
+                  step.dtype,     step.nesterov, step.ns_steps};
     if (!known_.insert(key).second) return MakeInputError(pointer, "the step of this matrix is there twice");
     alive_.clear();
     works_.clear();
     ranks_ = step.ranks * step.replicas;
-    for (const auto& [name, entries] : {std::pair("update", &step.update),
-                                        std::pair("orthogonalize", &step.orthogonalize),
-                                        std::pair("apply", &step.apply)}) {
+    for (const auto& [name, entries] :
+         {std::pair("update", &step.update), std::pair("orthogonalize", &step.orthogonalize),
+          std::pair("apply", &step.apply)}) {
       for (std::size_t e = 0; e < entries->size(); ++e) {
         at_ = fmt::format("{}/{}/{}", pointer, name, e);
         if (Status status = std::visit([this](const auto& entry) { return Take(entry); }, (*entries)[e]);
@@ -513,9 +515,10 @@ class OptimizerStepsCheck {
                             fmt::format("{}", op.parameters.front()), "[]");
     if (!op.collective) return {};
     if (op.collective->communicator >= 0)
-      return MakeInputError(at_ + "/11/communicator", "an optimizer's step is over a parameter's own ranks",
-                            fmt::format("{}", op.collective->communicator),
-                            fmt::format("{} (shards) or {} (replicas)", kOfShards, kOfReplicas));
+      return MakeInputError(
+          at_ + "/11/communicator", "an optimizer's step is over a parameter's own ranks",
+          fmt::format("{}", op.collective->communicator),
+          fmt::format("{} (shards), {} (replicas) or {} (both)", kOfShards, kOfReplicas, kOfBoth));
     if (ranks_ == 1)
       return MakeInputError(at_ + "/11", "a whole matrix needs no collective",
                             std::string(Name(op.collective->kind)), "none");

@@ -8,6 +8,7 @@
 
 #include "optimizers/shard_sizes.h"
 #include "shardplan/schemas/layout.h"
+#include "shardplan/schemas/precision.h"
 
 namespace shardplan {
 namespace {
@@ -97,6 +98,15 @@ bool AddsDecay(const Optimizer& optimizer) {
 
 Optimizer OptimizerOf(const Optimizer& optimizer, bool muon) {
   return muon ? Optimizer{.kind = OptimizerKind::kMuon} : optimizer;
+}
+
+bool MuonSteps(const Optimizer& optimizer, const std::string& fqn,
+               const std::vector<std::string>& shared_with) {
+  return optimizer.muon && std::ranges::any_of(optimizer.muon->matrices, [&](const std::string& pattern) {
+           return Matches(pattern, fqn) || std::ranges::any_of(shared_with, [&](const std::string& name) {
+                    return Matches(pattern, name);
+                  });
+         });
 }
 
 std::vector<OptimizerStateDescription> StatesOf(const Optimizer& optimizer) {

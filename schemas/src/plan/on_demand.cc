@@ -218,7 +218,8 @@ class Writer {
     const auto of_all = [](const Instruction& step) { return step.unit < 0; };
     if (std::ranges::none_of(optimizer_steps_, of_all)) return;
     std::erase_if(optimizer_steps_, [&](const Instruction& step) {
-      return !of_all(step) && (step.parameter < 0 || !given_.units[step.unit].parameters[step.parameter].muon);
+      return !of_all(step) &&
+             (step.parameter < 0 || !given_.units[step.unit].parameters[step.parameter].muon);
     });
   }
 
@@ -245,7 +246,8 @@ class Writer {
                              .stream = 0,
                              .unit = matrix.unit,
                              .parameter = matrix.parameter};
-      if (std::ranges::find(optimizer_steps_, step) == optimizer_steps_.end()) optimizer_steps_.push_back(step);
+      if (std::ranges::find(optimizer_steps_, step) == optimizer_steps_.end())
+        optimizer_steps_.push_back(step);
     }
   }
 

@@ -103,7 +103,8 @@ constexpr std::array<Clause, 4> kClauses = {
 // The value of `key=`, as JSON; empty when it does not parse. `field` gets the JSON name.
 std::string KeyValueJson(const std::string& key, WordReader& words, std::string& field) {
   field = key == "mb" ? "microbatch" : (key == "occ" ? "occurrence" : (key == "op" ? "reduce_op" : key));
-  if (key == "mb" || key == "occ" || key == "divisor" || key == "parameter" || key == "matrix") return NumberJson(words);
+  if (key == "mb" || key == "occ" || key == "divisor" || key == "parameter" || key == "matrix")
+    return NumberJson(words);
   if (key == "safe_after") return ReferenceListJson(words);
   if (key == "parts") return NumberListJson(words);
   if (key == "op") {

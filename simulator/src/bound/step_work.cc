@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Work of a step that every plan of the class has: read off the trace.
 #include <algorithm>
+#include <map>
 #include <set>
 #include <span>
 #include <utility>
+#include <variant>
 
 #include "bound/cost_lines.h"
 #include "bound/step_parts.h"
@@ -355,6 +357,31 @@ class StepWorkBuilder {
     return line;
   }
 
+  // Muon's iterations, shared evenly by all ranks: some rank does no less. What is not traced counts nothing.
+  Nanoseconds NewtonSchulz() const {
+    const std::optional<Muon>& muon = job_.strategy.optimizer.muon;
+    if (!muon) return {};
+    internal::OperatorCosts costs(*costs_);
+    std::map<const TracedOptimizerStep*, Nanoseconds> known;
+    Nanoseconds in_all;
+    for (const shardplan::Parameter& parameter : trace_.parameters) {
+      if (!MuonSteps(job_.strategy.optimizer, parameter.fqn, parameter.shared_with)) continue;
+      const std::vector<std::int64_t> matrix(parameter.shape.end() - 2, parameter.shape.end());
+      const auto step = std::ranges::find_if(trace_.optimizer_steps, [&](const TracedOptimizerStep& traced) {
+        return traced.ranks == 1 && traced.shape == matrix && traced.dtype == parameter.dtype &&
+               traced.ns_steps == muon->ns_steps;
+      });
+      if (step == trace_.optimizer_steps.end()) continue;
+      const auto [found, added] = known.try_emplace(&*step);
+      for (const SegmentEntry& entry : step->orthogonalize) {
+        const auto* op = std::get_if<OperatorEvent>(&entry);
+        if (added && op != nullptr) found->second += costs.Of(*op).duration_ns;
+      }
+      in_all += found->second * (parameter.shape.size() == 3 ? parameter.shape[0] : 1);
+    }
+    return {in_all.value / job_.world_size};
+  }
+
   // Pieces are padded, so the first rank has no less than its share of the parameters: less what is left free
   // between those of a flat one, 16 bytes at most. The first rank may have frozen elements alone of a flat
   // parameter that is frozen in part.
@@ -362,22 +389,26 @@ class StepWorkBuilder {
     constexpr std::int64_t kAlignment = 16;
     const Optimizer& optimizer = job_.strategy.optimizer;
     const bool all_train = std::ranges::all_of(trace_.parameters, &shardplan::Parameter::requires_grad);
-    std::int64_t shard_bytes = 0, trained_bytes = 0, state_bytes = 0;
+    std::int64_t shard_bytes = 0, trained_bytes = 0, state_bytes = 0, gradient_bytes = 0;
     for (std::size_t p = 0; p < work_.parameters.size(); ++p) {
       const StepWork::Parts::Parameter& parameter = work_.parameters[p];
       const std::int64_t share = parameter.numel / work_.MeshOf(parameter).shards;
       shard_bytes += share * parameter.stored;
       const std::int64_t stepped = share - kAlignment;
       if (!all_train || stepped <= 0) continue;
-      trained_bytes += stepped * parameter.stored;
-      if (!StatesHaveParameterShapes(optimizer.kind)) continue;  // as large as rows and columns
-      const OptimizerShard shard{.shape = {stepped}, .dtype = trace_.parameters[p].dtype};
+      const shardplan::Parameter& traced = trace_.parameters[p];
+      const bool muon = MuonSteps(optimizer, traced.fqn, traced.shared_with);
+      gradient_bytes += stepped * parameter.stored;
+      if (!muon) trained_bytes += stepped * parameter.stored;
+      if (!muon && !StatesHaveParameterShapes(optimizer.kind)) continue;  // as large as rows and columns
+      const OptimizerShard shard{.shape = {stepped}, .dtype = traced.dtype, .muon = muon};
       for (const Bytes state : OptimizerStates(optimizer, shard)) state_bytes += state.value;
     }
     const OptimizerCost cost = CostOf(optimizer, {trained_bytes}, 1);
     if (trained_bytes > 0) work_.optimizer_ns = costs_->DeviceCopy(cost.read_bytes, cost.written_bytes);
+    if (all_train) work_.optimizer_ns += NewtonSchulz();
     work_.static_bytes.value = shard_bytes + state_bytes;
-    work_.least_memory.value = work_.static_bytes.value + trained_bytes;
+    work_.least_memory.value = work_.static_bytes.value + gradient_bytes;
     const Host& host = job_.cluster.host;
     work_.host_ns = internal::IssueOfOperator(host) * (operators() - collectives_) +
                     host.collective_issue_ns * collective_kernels_ + OptimizerIssue(host) * cost.kernels +

@@ -107,7 +107,8 @@ std::int64_t LeaderOf(const Communicator& communicator, std::int64_t rank) {
 std::int64_t PlaceInGroup(const Communicator& communicator, std::int64_t rank) {
   if (communicator.dims.empty()) return rank / communicator.stride % communicator.size;
   std::int64_t place = 0;
-  for (const CommunicatorDim& dim : communicator.dims) place = place * dim.size + rank / dim.stride % dim.size;
+  for (const CommunicatorDim& dim : communicator.dims)
+    place = place * dim.size + rank / dim.stride % dim.size;
   return place;
 }
 

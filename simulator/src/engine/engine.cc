@@ -4,6 +4,7 @@
 #include <set>
 
 #include "engine/model_streams.h"
+#include "engine/owners.h"
 #include "engine/step_runner.h"
 #include "shardplan/schemas/assert.h"
 
@@ -68,7 +69,12 @@ Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, En
   SHARDPLAN_ASSERT(
       lowered.code.size() == lowered.origins.size() && lowered.code.size() == lowered.next_in_stream.size(),
       "LowerPlan adds to all of them");
-  return internal::StepRunner(program, lowered, timeline, options, nullptr, {.rank = program.rank}).Run();
+  if (lowered.owned.empty()) return internal::StepRunner(program, lowered, timeline, options).Run();
+  const Result<std::vector<Nanoseconds>> begins = internal::BeginOfCollectives(program, lowered, options);
+  if (!begins) return std::unexpected(begins.error());
+  return internal::StepRunner(program, lowered, timeline, options, nullptr,
+                              {.rank = program.rank, .collectives_begin_ns = &*begins})
+      .Run();
 }
 
 }  // namespace shardplan

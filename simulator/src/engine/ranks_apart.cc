@@ -4,10 +4,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
+#include <numeric>
 #include <utility>
 #include <vector>
 
 #include "cost/group_placement.h"
+#include "engine/owners.h"
 #include "engine/rank_clock.h"
 #include "engine/step_runner.h"
 #include "shardplan/schemas/assert.h"
@@ -45,21 +48,29 @@ struct Joined {
 
 class Apart final : public internal::Joins {
  public:
-  Apart(const Plan& plan, const EngineProgram& program, const RanksApartOptions& options)
-      : step_(program.steps.back()) {
-    const auto ranks = static_cast<std::int32_t>(plan.world_size);
-    groups_of_.resize(plan.communicators.size());
-    for (std::size_t c = 0; c < plan.communicators.size(); ++c) MakeGroups(plan.communicators[c], ranks, c);
-    clock_.Reserve(static_cast<std::size_t>(ranks));
-    for (std::int32_t r = 0; r < ranks; ++r) {
+  // `ranks`, ascending: those that are simulated; a collective joins those of them that are in its group.
+  Apart(const std::vector<Communicator>& communicators, const EngineProgram& program, const EngineStep& step,
+        const std::vector<std::int32_t>& ranks, const RanksApartOptions& options,
+        const RunOptions& run_options = {})
+      : step_(step) {
+    groups_of_.resize(communicators.size());
+    for (std::size_t c = 0; c < communicators.size(); ++c) MakeGroups(communicators[c], ranks, c);
+    place_.resize(static_cast<std::size_t>(ranks.back()) + 1, -1);
+    clock_.Reserve(ranks.size());
+    for (const std::int32_t r : ranks) {
+      place_[Index(r)] = clock_.size();
       RankTraits traits{.rank = r, .jitter_ppm = options.jitter_ppm, .seed = options.seed};
       for (const Straggler& straggler : options.stragglers) {
         if (straggler.rank == r) traits.kernels_ppm = straggler.kernels_ppm;
       }
-      clock_.Emplace(program, step_, nullptr, RunOptions{}, this, traits);
+      clock_.Emplace(program, step_, nullptr, run_options, this, traits);
     }
-    waited_ns_.assign(static_cast<std::size_t>(ranks), 0);
+    waited_ns_.assign(ranks.size(), 0);
+    begun_ns_.assign(step.code.size(), {});
   }
+
+  // By instruction: when the collective began of the rank's group that began last.
+  const std::vector<Nanoseconds>& begun_ns() const { return begun_ns_; }
 
   Result<RanksApart> Run() {
     clock_.Run([this](std::int32_t index, std::int64_t time_ns) {
@@ -68,7 +79,8 @@ class Apart final : public internal::Joins {
     return Results();
   }
 
-  void Come(std::int32_t rank, std::size_t stream, std::int32_t instruction) override {
+  void Come(std::int32_t of_rank, std::size_t stream, std::int32_t instruction) override {
+    const std::int32_t rank = place_[Index(of_rank)];
     Joined& joined = JoinedOf(rank, instruction);
     const std::int64_t now_ns = Runner(rank).now_ns();
     if (joined.members.empty()) joined.instruction = instruction;
@@ -77,7 +89,9 @@ class Apart final : public internal::Joins {
     if (std::ssize(joined.members) == joined.size) Begin(joined, now_ns, rank);
   }
 
-  void Offer(std::int32_t rank, std::int32_t instruction, std::int64_t old_rate, std::int64_t rate) override {
+  void Offer(std::int32_t of_rank, std::int32_t instruction, std::int64_t old_rate,
+             std::int64_t rate) override {
+    const std::int32_t rank = place_[Index(of_rank)];
     Joined& joined = JoinedOf(rank, instruction);
     Add(joined, old_rate, -1);
     Add(joined, rate, 1);
@@ -89,9 +103,9 @@ class Apart final : public internal::Joins {
   static std::size_t Index(std::int32_t i) { return static_cast<std::size_t>(i); }
   StepRunner& Runner(std::int32_t rank) { return clock_.Runner(rank); }
 
-  void MakeGroups(const Communicator& communicator, std::int32_t ranks, std::size_t c) {
-    std::vector<std::int32_t> group_of_leader(static_cast<std::size_t>(ranks), -1);
-    for (std::int32_t rank = 0; rank < ranks; ++rank) {
+  void MakeGroups(const Communicator& communicator, const std::vector<std::int32_t>& ranks, std::size_t c) {
+    std::vector<std::int32_t> group_of_leader(static_cast<std::size_t>(ranks.back()) + 1, -1);
+    for (const std::int32_t rank : ranks) {
       std::int32_t& group = group_of_leader[static_cast<std::size_t>(internal::LeaderOf(communicator, rank))];
       if (group < 0) {
         group = static_cast<std::int32_t>(joined_.size());
@@ -108,9 +122,13 @@ class Apart final : public internal::Joins {
     return joined_[Index(groups_of_[Index(communicator)][Index(rank)])];
   }
 
+  // Ranks are places in what is simulated from here on.
+  //
   // `last`: who came last, and is being settled.
   void Begin(Joined& joined, std::int64_t now_ns, std::int32_t last) {
     joined.begun = true;
+    Nanoseconds& begun_ns = begun_ns_[Index(joined.instruction)];
+    begun_ns = std::max(begun_ns, Nanoseconds{now_ns});
     joined.remaining = Wide{step_.code[Index(joined.instruction)].duration_ns.value} * kFullRate;
     joined.updated_ns = now_ns;
     joined.rate = 0;
@@ -176,10 +194,71 @@ class Apart final : public internal::Joins {
   internal::RankClock clock_;
   std::vector<std::vector<std::int32_t>> groups_of_;  // by communicator and rank: index into joined_
   std::vector<Joined> joined_;
+  std::vector<std::int32_t> place_;  // by rank, among those that are simulated
   std::vector<std::int64_t> waited_ns_;
+  std::vector<Nanoseconds> begun_ns_;
 };
 
+std::vector<std::int32_t> AllRanks(std::int64_t world_size) {
+  std::vector<std::int32_t> ranks(static_cast<std::size_t>(world_size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
 }  // namespace
+
+// [Note: ranks that own different work]
+// Ranks that own the same work do the same at the same time. So of each such set the first rank is simulated,
+// and a collective begins when the last of these has come to it.
+Result<std::vector<Nanoseconds>> internal::BeginOfCollectives(const EngineProgram& program,
+                                                              const EngineStep& step,
+                                                              const RunOptions& options) {
+  std::int64_t world_size = 1;
+  for (const Communicator& group : program.groups) world_size = std::max(world_size, RanksSpanned(group));
+  std::map<std::vector<std::int32_t>, std::int32_t> first_with;
+  for (std::int32_t rank = 0; rank < world_size; ++rank) {
+    std::vector<std::int32_t> own;
+    for (const auto& [instruction, work] : step.owned) {
+      const Communicator& group = program.groups[static_cast<std::size_t>(work.communicator)];
+      if (PlaceInGroup(group, rank) == work.owner) own.push_back(instruction);
+    }
+    first_with.emplace(std::move(own), rank);
+  }
+  std::vector<std::int32_t> ranks;
+  for (const auto& [own, rank] : first_with) ranks.push_back(rank);
+  std::ranges::sort(ranks);
+  Apart apart(program.groups, program, step, ranks, {}, options);
+  if (Result<RanksApart> run = apart.Run(); !run) return std::unexpected(std::move(run.error()));
+  return apart.begun_ns();
+}
+
+bool internal::IsOthers(const EngineProgram& program, const EngineStep& step, std::int32_t instruction) {
+  const auto work = step.owned.find(instruction);
+  if (work == step.owned.end()) return false;
+  const Communicator& group = program.groups[static_cast<std::size_t>(work->second.communicator)];
+  return PlaceInGroup(group, program.rank) != work->second.owner;
+}
+
+OwnedTimes TimesOfOwners(const EngineProgram& program, const EngineStep& step) {
+  OwnedTimes times;
+  std::map<std::pair<CommunicatorId, std::int32_t>, Nanoseconds> by_owner;
+  std::int64_t ranks = 0;
+  for (const auto& [instruction, work] : step.owned) {
+    const EngineInstruction& code = step.code[static_cast<std::size_t>(instruction)];
+    const EngineSegment& segment = program.segments[static_cast<std::size_t>(code.operand)];
+    Nanoseconds& of = by_owner[{work.communicator, work.owner}];
+    if (segment.count > 0) of += program.operators[static_cast<std::size_t>(segment.first)].rest_ns;
+    ranks = std::max(ranks, program.groups[static_cast<std::size_t>(work.communicator)].size);
+    ++times.matrices;
+  }
+  for (const auto& [owner, time_ns] : by_owner) {
+    times.most_ns = std::max(times.most_ns, time_ns);
+    times.in_all_ns += time_ns;
+  }
+  times.ranks = ranks;
+  times.owners = static_cast<std::int64_t>(by_owner.size());
+  return times;
+}
 
 Result<RanksApart> RunRanksApart(const Plan& plan, const EngineProgram& program,
                                  const RanksApartOptions& options) {
@@ -199,7 +278,7 @@ Result<RanksApart> RunRanksApart(const Plan& plan, const EngineProgram& program,
       return bad("a slow rank is none of the plan's", std::to_string(straggler.rank),
                  fmt::format("0 to {}", plan.world_size - 1));
   }
-  return Apart(plan, program, options).Run();
+  return Apart(plan.communicators, program, program.steps.back(), AllRanks(plan.world_size), options).Run();
 }
 
 std::string RanksApartText(const RanksApart& apart, Nanoseconds alike_ns) {

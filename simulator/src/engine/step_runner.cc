@@ -46,7 +46,7 @@ Result<EngineResult> StepRunner::Run() {
 
 std::int64_t StepRunner::Settle() {
   Progress();
-  while (next_ < std::ssize(step_.code) && (!blocked_ || Passed())) {
+  while (next_ < std::ssize(step_.code) && (!blocked_ || Passed() || AwaitsIdle())) {
     blocked_ = !Issue();
     Progress();
   }
@@ -160,6 +160,14 @@ inline bool StepRunner::Passed() const {
   return false;
 }
 
+// Whether the host waits for an idle device, and it is idle: nothing runs, and nothing is waited for but what
+// the host has yet to issue. Of ranks that are simulated apart.
+bool StepRunner::AwaitsIdle() const {
+  if (awaited_.slot >= 0 || awaited_.stream >= 0 || NextEvent() != kNever) return false;
+  return std::ranges::none_of(
+      streams_, [](const StreamState& stream) { return stream.status == StreamStatus::kJoining; });
+}
+
 // Runs the device until what the host waits for is there, or, for nothing in particular, until nothing is
 // left to do. False when it cannot be.
 inline bool StepRunner::RunUntilPassed() {
@@ -261,6 +269,11 @@ inline bool StepRunner::StartWork(std::size_t s, StreamState& stream, const Engi
       stream.status = StreamStatus::kJoining;
       joins_->Come(traits_.rank, s, stream.head);
       return true;
+    }
+    if (const auto* begins = traits_.collectives_begin_ns;
+        begins != nullptr && (*begins)[Index(stream.head)].value > now_ns_) {
+      stream.wake_ns = (*begins)[Index(stream.head)].value;
+      return false;
     }
   }
   Begin(s, stream);

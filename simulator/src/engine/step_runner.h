@@ -42,6 +42,8 @@ struct RankTraits {
   std::int64_t kernels_ppm = 1'000'000;  // of the time that its kernels take
   std::int64_t jitter_ppm = 0;           // at most so much more, of each piece of work by itself
   std::uint64_t seed = 0;
+  // By instruction: not before this time a collective begins, since ranks that are not simulated are late.
+  const std::vector<Nanoseconds>* collectives_begin_ns = nullptr;
 };
 
 class StepRunner {
@@ -90,6 +92,7 @@ class StepRunner {
   bool MayIssue(std::int32_t i, const EngineInstruction& instruction);
   void IssueOne(std::int32_t i, const EngineInstruction& instruction);
   bool Passed() const;
+  bool AwaitsIdle() const;
   bool RunUntilPassed();
 
   // ---- the device ----

@@ -65,7 +65,10 @@ UnmanagedParameters UnmanagedOf(const Trace& trace, const Plan& plan) {
                        std::ranges::any_of(parameter.shared_with,
                                            [&](const std::string& fqn) { return managed.contains(fqn); });
     if (known) continue;
-    const OptimizerShard whole{.shape = parameter.shape, .dtype = parameter.dtype};
+    const OptimizerShard whole{
+        .shape = parameter.shape,
+        .dtype = parameter.dtype,
+        .muon = MuonSteps(plan.strategy.optimizer, parameter.fqn, parameter.shared_with)};
     unmanaged.parameter_bytes += InBlocks(SizeBytes(whole));
     if (!parameter.requires_grad) continue;
     unmanaged.gradient_bytes += InBlocks(SizeBytes(whole));

@@ -252,6 +252,10 @@ class Fsdp1EventWriter {
       case InstructionKind::kZeroGrad:
         if (i.unit >= 0) host_gradients_.StepInBackward(i.unit);
         break;
+      case InstructionKind::kUpdateCopyIn:
+      case InstructionKind::kAllToAll:
+      case InstructionKind::kOrthogonalize:
+      case InstructionKind::kUpdateApply:
       case InstructionKind::kOptimizerStep:
         if (i.parameter >= 0 &&
             HoldsPiece(plan_, plan_.units[i.unit], plan_.units[i.unit].parameters[i.parameter])) {

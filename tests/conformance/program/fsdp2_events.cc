@@ -409,6 +409,10 @@ class Fsdp2EventWriter {
         if (plan_.buffers[i.src].role != BufferRole::kReduceScatterOutput) break;
         AddCollective("all_reduce", plan_.buffers[i.src], i, "replicate");
         break;
+      case InstructionKind::kUpdateCopyIn:
+      case InstructionKind::kAllToAll:
+      case InstructionKind::kOrthogonalize:
+      case InstructionKind::kUpdateApply:
       case InstructionKind::kOptimizerStep:
         if (i.parameter >= 0) {
           const Unit& unit = plan_.units[i.unit];

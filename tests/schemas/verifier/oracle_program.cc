@@ -115,6 +115,8 @@ class Reader {
     for (const Trigger& trigger : step.triggers) {
       for (const Instruction& i : trigger.instructions) ReadInstruction(i);
     }
+    if (!under_way_.empty()) Problem("exchange_without_end");
+    under_way_.clear();
   }
 
   void ReadInstruction(const Instruction& i) {
@@ -153,6 +155,11 @@ class Reader {
                                   .stream = i.stream,
                                   .record = latest_[i.event]});
         return;
+      case kUpdateCopyIn:
+      case kAllToAll:
+      case kOrthogonalize:
+      case kUpdateApply:
+        return Exchanged(i);
       case kOptimizerStep:
         return OptimizerStep(i);
       case kZeroGrad:
@@ -392,6 +399,83 @@ class Reader {
     sums_[dst] = std::move(sum);
   }
 
+  // What a buffer of an exchange says of each matrix: an update, one at its owner, a result there, a result.
+  enum class Word : std::uint8_t { kUpdate, kUpdateAtOwner, kResultAtOwner, kResult };
+  using Words = std::map<std::int32_t, Word>;
+
+  void Exchanged(const Instruction& i) {
+    const std::vector<ExchangedMatrix>& matrices = plan_.exchanges[i.exchange].matrices;
+    const auto count = static_cast<std::int32_t>(matrices.size());
+    std::vector<int> reads, writes;
+    const int src = i.src < 0 ? -1 : Use(i.src), dst = i.dst < 0 ? -1 : Use(i.dst);
+    if ((i.src >= 0 && src < 0) || (i.dst >= 0 && dst < 0)) return;
+    if (src >= 0) reads.push_back(src);
+    if (dst >= 0) writes.push_back(dst);
+    const auto move = [&](int from, int to, Word expected, Word made) {
+      const Words before = words_[from];
+      for (std::int32_t m = 0; m < count; ++m) {
+        const auto word = before.find(m);
+        if (word == before.end() || word->second != expected) return Problem("wrong_word");
+        words_[to][m] = made;
+      }
+    };
+    const auto touch = [&](BufferRole role) {
+      for (const ExchangedMatrix& matrix : matrices) {
+        for (const auto& [buffer, instance] : alive_) {
+          const Buffer& b = plan_.buffers[buffer];
+          if (b.unit != matrix.unit || b.role != role) continue;
+          if (filled_[instance] == Filled::kYes) reads.push_back(instance);
+          writes.push_back(instance);
+        }
+      }
+    };
+    if (i.kind == InstructionKind::kUpdateCopyIn) {
+      for (const ExchangedMatrix& matrix : matrices) TakeGradient(matrix, reads);
+      touch(BufferRole::kOptimizerState);
+      words_[dst].clear();
+      for (std::int32_t m = 0; m < count; ++m) words_[dst][m] = Word::kUpdate;
+      if (!under_way_.insert(i.exchange).second) Problem("exchanged_twice");
+    } else if (i.kind == InstructionKind::kAllToAll) {
+      plan_.buffers[i.src].role == BufferRole::kUpdatePieces
+          ? move(src, dst, Word::kUpdate, Word::kUpdateAtOwner)
+          : move(src, dst, Word::kResultAtOwner, Word::kResult);
+    } else if (i.kind == InstructionKind::kOrthogonalize) {
+      const auto word = words_[dst].find(i.matrix);
+      const bool is_there = word != words_[dst].end() && word->second == Word::kUpdateAtOwner;
+      is_there ? static_cast<void>(word->second = Word::kResultAtOwner) : Problem("wrong_word");
+      reads.push_back(dst);
+    } else {
+      for (std::int32_t m = 0; m < count; ++m) {
+        if (!words_[src].contains(m) || words_[src][m] != Word::kResult) Problem("wrong_word");
+      }
+      words_[src].clear();
+      if (under_way_.erase(i.exchange) == 0) Problem("applied_twice");
+      touch(BufferRole::kParamSharded);
+    }
+    AddWork(i.stream, std::move(reads), std::move(writes));
+  }
+
+  // There is one, of this step, reduced over all ranks.
+  void TakeGradient(const ExchangedMatrix& matrix, std::vector<int>& reads) {
+    bool found = false;
+    for (const auto& [buffer, instance] : alive_) {
+      if (!IsFinal(buffer) || plan_.buffers[buffer].unit != matrix.unit) continue;
+      reads.push_back(instance);
+      const Unit& unit = plan_.units[matrix.unit];
+      std::set<CommunicatorId> needed = {unit.shard_communicator};
+      if (unit.replicate_communicator >= 0) needed.insert(unit.replicate_communicator);
+      if (!sums_[instance].terms.empty() && sums_[instance].reduced != needed) Problem("not_reduced");
+      for (const auto& [term, coefficient] : sums_[instance].terms) {
+        const auto made = made_.find(term);
+        if (made == made_.end()) Problem("stale_gradient");
+        found = found || (made != made_.end() && made->second.parameter == matrix.parameter);
+        if (std::abs(coefficient * static_cast<double>(plan_.world_size) - 1) > 1e-6)
+          Problem("wrong_division");
+      }
+    }
+    if (!found) Problem("lost_gradient");
+  }
+
   // Each gradient made since the last zero_grad has to be there once, summed over all ranks and divided
   // right.
   void OptimizerStep(const Instruction& i) {
@@ -442,7 +526,9 @@ class Reader {
   std::map<UnitId, int> bound_;
   std::map<EventId, int> latest_;
   std::map<int, SegmentGrad> made_;  // contributions since the last zero_grad
-  std::set<int> used_;               // instances, since the steps that repeat began again
+  std::map<int, Words> words_;       // by instance of an exchange's buffer
+  std::set<ExchangeId> under_way_;
+  std::set<int> used_;  // instances, since the steps that repeat began again
   int contributions_ = 0;
   int records_ = 0;
 };

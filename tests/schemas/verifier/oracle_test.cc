@@ -130,6 +130,14 @@ TEST(Oracle, AgreesOnEveryInstructionRemovedSwappedOrDoubled) {
     CompareAllSmallChanges(test::Fsdp2LikePlan(options), "fsdp2 " + std::to_string(bits), tally);
     if (HasFatalFailure()) return;
   }
+  for (const int bits : {0, 1, 2}) {
+    test::SmallPlanOptions options;
+    options.replicas = bits == 1 ? 2 : 1;
+    options.parameters = bits == 2 ? 2 : 1;  // another one beside the matrix
+    options.owners = true;
+    CompareAllSmallChanges(test::Fsdp2LikePlan(options), "owners " + std::to_string(bits), tally);
+    if (HasFatalFailure()) return;
+  }
   for (const int bits : {0, 3, 4, 8, 13, 26, 31}) {
     test::SmallFsdp1Options options;
     options.units = 1;  // record_stream multiplies the orders
@@ -162,6 +170,7 @@ TEST(Oracle, AgreesOnGoodPlansWithRandomChanges) {
     options.microbatches = random() % 4 == 0 ? 2 : 1;
     options.reshard_to_shards = random() % 4 == 0;
     if (options.reshard_to_shards) options.parameters = 2;
+    options.owners = random() % 4 == 0;
     Plan plan = test::Fsdp2LikePlan(options);
     if (seed % 3 == 0) {
       test::SmallFsdp1Options fsdp1;

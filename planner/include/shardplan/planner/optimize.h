@@ -40,7 +40,7 @@ struct OptimizeOptions {
   // nothing out. Applies to strategies of fsdp2.
   bool of_pytorch = false;
   // The parts of the strategy that stay as they are: "units", "reshard", "layout", "prefetch", "checkpoint",
-  // "accumulation", "reduction".
+  // "accumulation", "reduction", "owners".
   std::set<std::string> fixed;
   // Plan and simulate every setting of the grid, those that cannot win, too, to report the best of them as a
   // baseline.

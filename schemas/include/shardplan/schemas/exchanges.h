@@ -56,8 +56,9 @@ class ExchangeLayout {
   std::int64_t shards_ = 1;
 };
 
-// What the all_to_all of an exchange moves, as costs have it: what the first rank sends or receives, and the
-// most that any rank sends or receives over that, in millionths.
+// What the all_to_all of an exchange moves, as costs have it: the tensor of a mean rank, of which all but the
+// rank's own part moves, and the most that any rank sends or receives over that, in millionths. A matrix that
+// its owner has whole moves nothing.
 struct ExchangeTraffic {
   Bytes size_bytes;
   std::int64_t busiest_ppm = 1'000'000;

@@ -203,6 +203,11 @@ bool AddsDecay(const Optimizer& optimizer);
 // The optimizer of a parameter: Muon's, or that of the rest.
 Optimizer OptimizerOf(const Optimizer& optimizer, bool muon);
 
+// Whether Muon steps a parameter of this name, of which `shared_with` are others: of a strategy that names
+// its matrices.
+bool MuonSteps(const Optimizer& optimizer, const std::string& fqn,
+               const std::vector<std::string>& shared_with);
+
 // The states that these arguments make, in order of creation.
 std::vector<OptimizerStateDescription> StatesOf(const Optimizer& optimizer);
 

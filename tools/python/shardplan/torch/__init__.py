@@ -51,6 +51,7 @@ from ._job.arguments import PlanError
 from ._job.stop import stop_on_signal
 from ._model.forwards import register_forward_method
 from ._model.units import unit
+from ._muon.muon import Muon
 from ._plans.documents import load_plan
 from ._replay.memory import Forecast, forecast
 from ._replay.profile import Profile, count_cpu_memory, profile
@@ -58,6 +59,7 @@ from ._replay.profile import Profile, count_cpu_memory, profile
 __all__ = [
     "Forecast",
     "GradientReduction",
+    "Muon",
     "OptimStateKeyType",
     "PlanError",
     "Profile",

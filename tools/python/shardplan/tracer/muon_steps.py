@@ -169,21 +169,26 @@ def _check_ends(storages: list[StorageRecord], place: str) -> None:
 
 
 class _Groups:
-    """Communicators of a step: -1 the ranks that the parameter is cut over, -2 its replicas."""
+    """Communicators of a step: -1 the ranks that the parameter is cut over, -2 its replicas, -3 both together.
 
-    def __init__(self, mesh) -> None:
-        self._names = [mesh.get_group(dimension).group_name for dimension in reversed(range(mesh.ndim))] if mesh else []
+    A group is known by its ranks: DTensor keeps its choices, and with them groups of equal meshes before.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        shards, replicas = range(ranks.shards), range(0, ranks.shards * ranks.replicas, ranks.shards)
+        self._communicators = {tuple(range(ranks.shards * ranks.replicas)): -3, tuple(replicas): -2, tuple(shards): -1}
 
     def of_group(self, group, _exchanges: bool) -> int:
-        if group.group_name not in self._names:
+        communicator = self._communicators.get(tuple(torch.distributed.get_process_group_ranks(group)))
+        if communicator is None:
             raise CollectiveProblem("a collective among ranks that are no dimension of the mesh")
-        return -1 - self._names.index(group.group_name)
+        return communicator
 
 
 def _record(matrix: Matrix, ranks: Ranks, options: MuonOptions) -> tuple[Recorder, list[int]]:
     """The events, and the numbers of those before the second and the third part."""
     mesh = _mesh(ranks, options)
-    recorder = Recorder(communicators=_Groups(mesh))
+    recorder = Recorder(communicators=_Groups(ranks))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(unittest.mock.patch.object(torch.cuda, "device_count", lambda: options.devices_per_host))

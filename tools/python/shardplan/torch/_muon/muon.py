@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sp.Muon: torch.optim.Muon, in which each matrix is whole on the rank that a plan says.
+
+[Note: equal bits] The momentum, the cast to the exchange's dtype and the update of the parameter are torch.optim.Muon's
+own operations, element by element, on the rows that the rank has. The iterations are torch's function on the whole
+matrix. So the result is that of one process, however the matrix is cut.
+
+[Note: no gradient] torch.optim.Muon leaves out a parameter without a gradient. The plan is fixed, so zeros are sent for
+it, its owner does not iterate, and neither momentum nor parameter change. All ranks have the same model, so they agree.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr
+from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalized
+from torch.optim.optimizer import Optimizer, _to_scalar
+
+from .._job.arguments import PlanError, default_timeout_s
+from .._job.mesh import OwnMesh, mesh_of_ranks, process_groups
+from .._model.fit import ModelParameter, parameters_of
+from .._plans.documents import load_plan
+from .._replay.applied import ATTRIBUTE
+from .pieces import Part
+from .program import Buffer, Exchange, Instruction, Program, bind
+from .streams import Streams, make_streams
+
+
+def _local_rows(tensor: DTensor, part: Part) -> torch.Tensor:
+    local = tensor._local_tensor
+    return local.view(-1, local.shape[-1])[part.first_local : part.first_local + part.rows]
+
+
+def _groups(plan, by_fqn: dict[str, ModelParameter]) -> list[dist.ProcessGroup]:
+    """Of a model that fully_shard has sharded; groups of its meshes are used. Collective."""
+    parameters = [found.parameter for found in by_fqn.values()]
+    meshes = {p.device_mesh: OwnMesh(p.device_mesh) for p in parameters if isinstance(p, DTensor)}
+    if not meshes:
+        raise PlanError("the model has no sharded parameters: call fully_shard, or shardplan.torch.apply, before")
+    if plan.world_size != dist.get_world_size():
+        raise PlanError(f"the plan is for {plan.world_size} ranks, found {dist.get_world_size()}")
+    ranks = list(range(plan.world_size))
+    mesh = mesh_of_ranks(ranks, [("ranks", len(ranks))], next(iter(meshes)).device_type)
+    return process_groups(plan, mesh, meshes.values(), {}, default_timeout_s())
+
+
+class _Step:
+    """Runs a program's instructions once. groups: of each parameter, by id."""
+
+    def __init__(self, program: Program, streams: Streams, groups: dict[int, dict], state: Any) -> None:
+        self.program, self.streams, self.groups, self.state = program, streams, groups, state
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def run(self) -> None:
+        try:
+            for instruction in self.program.instructions:
+                getattr(self, instruction.kind)(instruction)
+        finally:
+            self.streams.finish()
+
+    def allocate(self, instruction: Instruction) -> None:
+        buffer: Buffer = instruction.dst
+        exchange = buffer.exchange
+        device = exchange.parameters[0]._local_tensor.device
+        with self.streams.on(instruction.stream):
+            self.tensors[buffer.name] = torch.empty(exchange.sizes[buffer.role], dtype=exchange.dtype, device=device)
+
+    def free(self, instruction: Instruction) -> None:
+        self.streams.safe_after(self.tensors.pop(instruction.src.name), instruction.safe_after)
+
+    def record(self, instruction: Instruction) -> None:
+        self.streams.record(instruction.event, instruction.stream)
+
+    def wait(self, instruction: Instruction) -> None:
+        self.streams.wait(instruction.event, instruction.stream)
+
+    def host_wait(self, instruction: Instruction) -> None:
+        self.streams.host_wait(instruction.event)
+
+    def update_copy_in(self, instruction: Instruction) -> None:
+        exchange = instruction.exchange
+        pieces = self.tensors[instruction.dst.name]
+        with self.streams.on(instruction.stream):
+            for part in exchange.pieces:
+                parameter = exchange.parameters[part.matrix]
+                out = pieces[part.at : part.at + part.size(exchange.layout.matrices)]
+                if parameter.grad is None:
+                    out.zero_()
+                    continue
+                group = self.groups[id(parameter)]
+                gradient = _local_rows(parameter.grad, part)
+                momentum = _local_rows(self.state[parameter]["momentum_buffer"], part)
+                momentum.lerp_(gradient, 1 - group["momentum"])
+                update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+                out.view(update.shape).copy_(update)
+
+    def all_to_all(self, instruction: Instruction) -> None:
+        exchange, src, dst = instruction.exchange, instruction.src, instruction.dst
+        source, target = self.tensors[src.name], self.tensors[dst.name]
+        goes_back = dst.role == "update_pieces"
+        sent, received = exchange.back if goes_back else exchange.there
+
+        def call(async_op: bool):
+            if not goes_back:
+                begin, end = exchange.sent_there
+                own = source[begin:end]
+            elif exchange.replicas > 1 and source.is_cuda:
+                to = source.split(sent[: exchange.layout.shards]) * exchange.replicas
+                return dist.all_to_all(list(target.split(received)), list(to), exchange.group, async_op)
+            else:  # Gloo's list of tensors has them all of one size
+                own = source.repeat(exchange.replicas) if exchange.replicas > 1 else source
+            return dist.all_to_all_single(target, own, received, sent, exchange.group, async_op)
+
+        self.streams.collective(instruction.stream, (src, dst), call)
+
+    def orthogonalize(self, instruction: Instruction) -> None:
+        exchange, number = instruction.exchange, instruction.matrix
+        matrix, parameter = exchange.layout.matrices[number], exchange.parameters[number]
+        if matrix.owner != exchange.rank or parameter.grad is None:
+            return
+        whole, group = self.tensors[instruction.dst.name], self.groups[id(parameter)]
+        with self.streams.on(instruction.stream):
+            parts = [
+                whole[part.at : part.at + part.rows * matrix.columns].view(-1, matrix.columns)
+                for part in exchange.whole[number]
+            ]
+            update = parts[0] if len(parts) == 1 else torch.cat(parts)
+            update = orthogonalized(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            for place, part in zip(parts, exchange.whole[number]):
+                place.copy_(update[part.first : part.first + part.rows])
+
+    def update_apply(self, instruction: Instruction) -> None:
+        exchange = instruction.exchange
+        pieces = self.tensors[instruction.src.name]
+        with self.streams.on(instruction.stream):
+            for part in exchange.pieces:
+                parameter, matrix = exchange.parameters[part.matrix], exchange.layout.matrices[part.matrix]
+                if parameter.grad is None:
+                    continue
+                group = self.groups[id(parameter)]
+                lr = _to_scalar(group["lr"])
+                adjusted = _adjust_lr(lr, group["adjust_lr_fn"], torch.Size((matrix.rows, matrix.columns)))
+                rows = _local_rows(parameter, part)
+                update = pieces[part.at : part.at + part.size(exchange.layout.matrices)].view(rows.shape)
+                rows.mul_(1 - lr * group["weight_decay"])
+                rows.add_(update.to(torch.bfloat16), alpha=-adjusted)  # the dtype of torch's update
+        for parameter in exchange.parameters:
+            torch.autograd.graph.increment_version(parameter)
+
+
+class Muon(Optimizer):
+    """torch.optim.Muon of the matrices that a plan exchanges (docs/reference/python.md).
+
+    model: one that shardplan.torch.apply or auto has set up. Or one that fully_shard has sharded, with `plan`: a path, or
+    what load_plan returned. Collective then.
+    params: as torch.optim.Muon's, the same matrices in groups; None: one group.
+    The other arguments, param_groups and state are torch.optim.Muon's. An expert's matrix in a parameter of three
+    dimensions is a matrix like others.
+
+    A plan has exchanges where it was made for `muon`. All other parameters have an optimizer of their own, AdamW say.
+    Raises PlanError, naming the parameter, where plan and model differ; ValueError for parameters that the plan does not
+    exchange.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (DEFAULT_A, DEFAULT_B, DEFAULT_C),
+        eps: float = EPS,
+        ns_steps: int = DEFAULT_NS_STEPS,
+        adjust_lr_fn: str | None = None,
+        params: Iterable | None = None,
+        *,
+        plan: str | os.PathLike | Any | None = None,
+    ) -> None:
+        arguments = (lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
+        # torch's own checks of the arguments.
+        defaults = torch.optim.Muon([torch.zeros(1, 1)], *arguments).defaults
+        self._by_fqn = parameters_of(model)
+        self._applied = getattr(model, ATTRIBUTE, None) if plan is None else None
+        if plan is None and self._applied is None:
+            raise PlanError(
+                "Muon follows a plan, which says who owns each matrix: set the model up with shardplan.torch.auto(model, "
+                'optimizer="muon") or apply, or give plan=, made by `shardplan plan --optimizer muon`'
+            )
+        if isinstance(plan, (str, os.PathLike)):
+            plan = load_plan(plan)
+        if self._applied is not None:
+            self._plan, groups = self._applied.plan, self._applied.groups
+        else:
+            self._plan, groups = plan, _groups(plan, self._by_fqn)
+        self._program = bind(self._plan, self._by_fqn, groups)
+        own = self._program.parameters
+        self._names = {id(parameter): fqn for fqn, parameter in own.items()}
+        self._shown = {id(found.parameter): fqn for fqn, found in self._by_fqn.items()}
+        super().__init__(own.values() if params is None else params, defaults)
+        stepped = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        if left := [fqn for fqn, parameter in own.items() if id(parameter) not in stepped]:
+            raise ValueError(f"shardplan: parameter {left[0]} is in the plan's exchanges, and not in params")
+        self._streams = self._make_streams()
+
+    def _make_streams(self) -> Streams:
+        parameter = next(iter(self._program.parameters.values()))
+        return make_streams(parameter._local_tensor.device, self._program.stream_priorities)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if id(parameter) not in self._names:
+                name = self._shown.get(id(parameter), "that the model does not have")
+                shape = list(parameter.shape)
+                raise ValueError(
+                    f"shardplan: parameter {name}, of shape {shape}, is in no exchange of the plan: another optimizer "
+                    "steps it, torch.optim.AdamW say"
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own, given = ([len(g["params"]) for g in groups] for groups in (self.param_groups, state_dict["param_groups"]))
+        if own != given:
+            number = next((i for i, sizes in enumerate(zip(own, given)) if sizes[0] != sizes[1]), min(len(own), len(given)))
+            group = self.param_groups[min(number, len(own) - 1)]["params"]
+            raise ValueError(
+                f"shardplan: groups of the state have {given} parameters, those of this Muon {own}; the first difference "
+                f"is in group {number}, here of {self._names[id(group[0])]} to {self._names[id(group[-1])]}"
+            )
+        super().load_state_dict(state_dict)
+
+    def _follow(self) -> None:
+        """The model may follow another plan than at the last step."""
+        if self._applied is not None and self._applied.plan is not self._plan:
+            self._plan = self._applied.plan
+            self._program = bind(self._plan, self._by_fqn, self._applied.groups)
+            if {id(p) for p in self._program.parameters.values()} != self._names.keys():
+                raise PlanError("the plan that the model follows now exchanges other matrices than the one before")
+            self._streams = self._make_streams()
+
+    def _prepare(self) -> None:
+        """Every gradient is one that can be stepped, and has its momentum, before anything is changed."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                name = self._names[id(parameter)]
+                if torch.is_complex(parameter) or gradient.is_sparse:
+                    raise RuntimeError(f"shardplan: parameter {name}: Muon takes neither complex nor sparse numbers")
+                if not isinstance(gradient, DTensor) or gradient.placements != parameter.placements:
+                    raise RuntimeError(f"shardplan: parameter {name}: its gradient is not sharded as the parameter is")
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None):
+        """Collective. The gradients are read here, clipped or not."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._follow()
+        self._prepare()
+        groups = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+        _Step(self._program, self._streams, groups, self.state).run()
+        return loss

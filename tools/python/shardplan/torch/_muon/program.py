@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan's exchanges and the instructions of its optimizer step, bound to a model's parameters and process groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from .._job.arguments import PlanError
+from .._model.fit import ModelParameter
+from .._parameters.rules import torch_dtype
+from .pieces import Layout, Matrix, Part
+
+_OF_EXCHANGES = ("update_copy_in", "all_to_all", "orthogonalize", "update_apply")
+_PIECES, _WHOLE = "update_pieces", "update_whole"
+
+
+@dataclasses.dataclass(eq=False)
+class Exchange:
+    """One exchange as this rank sees it."""
+
+    layout: Layout
+    rank: int  # in the group
+    group: dist.ProcessGroup
+    dtype: torch.dtype
+    parameters: list[nn.Parameter]  # by matrix
+
+    def __post_init__(self) -> None:
+        layout, rank = self.layout, self.rank
+        self.pieces: list[Part] = layout.pieces(rank)
+        self.whole: dict[int, list[Part]] = {number: [] for number in layout.of_owner(rank)}
+        for part in layout.whole(rank):
+            self.whole[part.matrix].append(part)
+        self.sizes = {_PIECES: layout.size(self.pieces), _WHOLE: layout.size(layout.whole(rank))}
+        self.there, self.back, self.sent_there = layout.there(rank), layout.back(rank), layout.sent_there(rank)
+        self.replicas = layout.ranks // layout.shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    name: str
+    role: str
+    exchange: Exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """stream: position in the plan's list, the first of which is the one that computes."""
+
+    kind: str
+    stream: int = 0
+    src: Buffer | None = None
+    dst: Buffer | None = None
+    event: str = ""
+    exchange: Exchange | None = None
+    matrix: int = 0
+    safe_after: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """parameters: those of all exchanges by FQN, in their order."""
+
+    parameters: dict[str, nn.Parameter]
+    stream_priorities: list[int]
+    instructions: list[Instruction]
+
+
+def _find(table: list[Any], reference: str | int, key: str = "name") -> int:
+    """Position of the element that a document names, or gives by its position."""
+    if isinstance(reference, int):
+        return reference
+    return next(i for i, row in enumerate(table) if (row if isinstance(row, str) else row[key]) == reference)
+
+
+def _check_placement(where: str, parameter: Any, planned: list[int], matrix: Matrix, shard: int, shards: int) -> None:
+    """Has this rank the rows of the parameter that the plan says?"""
+    if not isinstance(parameter, DTensor):
+        raise PlanError(f"{where}: expected a sharded parameter (a DTensor), found a {type(parameter).__name__}")
+    if len(planned) < 2 or parameter.ndim < 2:
+        raise PlanError(
+            f"{where}: its shape is {list(parameter.shape)}, and Muon steps matrices; torch.optim.AdamW steps others"
+        )
+    sharded = [
+        (size, placement.dim)
+        for size, placement in zip(parameter.device_mesh.shape, parameter.placements)
+        if isinstance(placement, (Shard, _StridedShard))
+    ]
+    by_fsdp_alone = math.prod(size for size, _ in sharded) == shards
+    # Experts may be cut over other ranks, too, since each of them is whole somewhere.
+    if any(dim != 0 for _, dim in sharded) or (parameter.ndim == 2 and not by_fsdp_alone):
+        raise PlanError(
+            f"{where}: placements expected Shard(0) over {shards} ranks, found {parameter.placements} on "
+            f"{list(parameter.device_mesh.shape)}"
+        )
+    if by_fsdp_alone and list(parameter.shape) != planned:
+        raise PlanError(f"{where}: shape expected {planned}, found {list(parameter.shape)}")
+    (begin, end), height = matrix.rows_of_shard(shard, shards), math.prod(planned[1:-1])
+    expected, found = [(end - begin) // height, *planned[1:]], list(parameter._local_tensor.shape)
+    if expected != found:
+        raise PlanError(f"{where}: shape of this rank's part expected {expected}, found {found}")
+    offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
+    if by_fsdp_alone and begin < end and offset[0] * height != begin:
+        raise PlanError(f"{where}: first row of this rank's part expected {begin}, found {offset[0] * height}")
+
+
+def _check_rows(fqn: str, matrices: list[Matrix]) -> None:
+    """Is each row of the parameter in one matrix?"""
+    end = 0
+    for matrix in sorted(matrices, key=lambda matrix: matrix.first_row):
+        if matrix.first_row != end:
+            apart = matrix.first_row > end
+            rows = f"rows {end} to {matrix.first_row}" if apart else f"row {matrix.first_row}"
+            raise PlanError(f"parameter {fqn}: {rows} in {'no matrix' if apart else 'two matrices'} of the exchanges")
+        end += matrix.rows
+    height = math.prod(matrices[0].shape[:-1])
+    if end != height:
+        raise PlanError(f"parameter {fqn}: rows {end} to {height} in no matrix of the exchanges")
+
+
+class _Binding:
+    """Reads a plan's document with a model's parameters at hand."""
+
+    def __init__(self, document: dict, by_fqn: dict[str, ModelParameter], groups: Sequence[dist.ProcessGroup]) -> None:
+        self.document, self.by_fqn, self.groups = document, by_fqn, groups
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.matrices: dict[str, list[Matrix]] = {}
+
+    def exchange(self, description: dict) -> Exchange:
+        units, communicators = self.document["units"], self.document["communicators"]
+        number = _find(communicators, description["communicator"])
+        group, ranks = self.groups[number], communicators[number]["size"]
+        matrices, parameters, all_shards = [], [], set()
+        for entry in description["matrices"]:
+            unit = units[_find(units, entry["unit"], "fqn")]
+            fqn, shape = unit["parameters"][entry["parameter"]]["fqn"], unit["parameters"][entry["parameter"]]["shape"]
+            where = f"parameter {fqn} (exchange {description['name']})"
+            if fqn not in self.by_fqn:
+                raise PlanError(f"{where}: expected by the plan, not in the model")
+            if not 0 <= entry["owner"] < ranks:
+                raise PlanError(f"{where}: its owner is rank {entry['owner']} of the {ranks} ranks that exchange")
+            over = unit.get("shard_communicator")
+            shards = 1 if over is None else communicators[_find(communicators, over)]["size"]
+            all_shards.add(shards)
+            rows = entry.get("rows", math.prod(shape[:-1]))
+            matrix = Matrix(tuple(shape), entry["owner"], entry.get("first_row", 0), rows)
+            parameter: Any = self.by_fqn[fqn].parameter
+            _check_placement(where, parameter, shape, matrix, group.rank() % shards, shards)
+            matrices.append(matrix)
+            parameters.append(parameter)
+            self.parameters[fqn] = parameter
+            self.matrices.setdefault(fqn, []).append(matrix)
+        if len(all_shards) > 1 or ranks % max(all_shards):
+            raise PlanError(f"exchange {description['name']}: {ranks} ranks, of parameters over {sorted(all_shards)} ranks")
+        layout = Layout(tuple(matrices), ranks, all_shards.pop())
+        return Exchange(layout, group.rank(), group, torch_dtype(description["dtype"]), parameters)
+
+    def instructions(self, exchanges: dict[str, Exchange]) -> list[Instruction]:
+        """Of the optimizer's step: those that exchange, their buffers, and their order between streams."""
+        document = self.document
+        steady = document["steps"][document.get("steady_step", 0)]
+        triggers = [t for t in steady["triggers"] if t.get("kind") == "optimizer_step"]
+        written = next(
+            (t["instructions"] for t in triggers if any(i["kind"] in _OF_EXCHANGES for i in t["instructions"])), []
+        )
+        roles = {buffer["name"]: buffer["role"] for buffer in document["buffers"]}
+        buffers: dict[str, Buffer] = {}
+        for entry in written:
+            if entry["kind"] in _OF_EXCHANGES:
+                for name in filter(None, (entry.get("src"), entry.get("dst"))):
+                    buffers[name] = Buffer(name, roles[name], exchanges[entry["exchange"]])
+        recorded = {entry["event"] for entry in written if entry["kind"] == "record"}
+        own = []
+        for entry in written:
+            kind = entry["kind"]
+            if kind in ("allocate", "free"):
+                taken = entry.get("dst", entry.get("src")) in buffers
+            elif kind in ("record", "wait", "host_wait"):
+                taken = entry["event"] in recorded  # the runtime has waited for what the backward records
+            else:
+                taken = kind in _OF_EXCHANGES
+            if taken:
+                own.append(self._instruction(entry, buffers, exchanges))
+        return own
+
+    def _instruction(self, entry: dict, buffers: dict[str, Buffer], exchanges: dict[str, Exchange]) -> Instruction:
+        streams = self.document["streams"]
+        return Instruction(
+            entry["kind"],
+            _find(streams, entry.get("stream", 0)),
+            buffers.get(entry.get("src", "")),
+            buffers.get(entry.get("dst", "")),
+            entry.get("event", ""),
+            exchanges.get(entry.get("exchange", "")),
+            entry.get("matrix", 0),
+            tuple(_find(streams, stream) for stream in entry.get("safe_after", ())),
+        )
+
+
+def bind(plan, by_fqn: dict[str, ModelParameter], groups: Sequence[dist.ProcessGroup]) -> Program:
+    """groups: by the plan's communicators. Raises PlanError, naming the parameter, where plan and model differ."""
+    document = json.loads(plan.json)
+    if not document.get("exchanges"):
+        raise PlanError(
+            "the plan has no exchanges, so it has no owners of matrices: plan with `--optimizer muon` (shardplan plan, "
+            'optimize), or sp.auto(model, optimizer="muon")'
+        )
+    binding = _Binding(document, by_fqn, groups)
+    exchanges = {description["name"]: binding.exchange(description) for description in document["exchanges"]}
+    for fqn, matrices in binding.matrices.items():
+        _check_rows(fqn, matrices)
+    priorities = [stream.get("priority", 0) for stream in document["streams"]]
+    return Program(binding.parameters, priorities, binding.instructions(exchanges))
