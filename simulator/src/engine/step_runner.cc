@@ -158,7 +158,7 @@ inline bool StepRunner::Passed() const {
 }
 
 // Whether the host waits for an idle device, and it is idle: nothing runs, and nothing is waited for but what
-// the host has yet to issue. Of ranks that are simulated apart.
+// the host has yet to issue. It is asked where ranks are simulated apart.
 bool StepRunner::AwaitsIdle() const {
   if (awaited_.slot >= 0 || awaited_.stream >= 0 || NextEvent() != kNever) return false;
   return std::ranges::none_of(
@@ -231,7 +231,7 @@ inline bool StepRunner::Step(std::size_t s) {
 
 inline void StepRunner::Pop(StreamState& stream) {
   SHARDPLAN_ASSERT(stream.head >= 0, "only a stream with an instruction at its head is advanced");
-  account_.Leave(stream, now_ns_);
+  account_.Leave(stream, now_ns_, IsOthers(stream.head));
   stream.passed = stream.head;
   if (!step_.queued_behind.empty()) {
     passed_ns_.resize(step_.code.size());
