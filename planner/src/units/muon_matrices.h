@@ -19,8 +19,8 @@ namespace shardplan {
 // one of the names that models give it. A tied parameter is what each of its modules is. The tracer records
 // steps of the same matrices (tools/python/shardplan/tracer/muon_matrices.py).
 
-// The strategy with FQNs in Muon::matrices where it has none, and as it is without Muon. kBadInput, with the
-// FQN: a pattern matches nothing, or a parameter that is no matrix; a parameter is under two rules.
+// The strategy with FQNs in Muon::matrices where it has none, and as it is without Muon. Errors are
+// kBadInput, with the FQN: a pattern matches nothing or what is no matrix, a parameter is under two rules.
 Result<Strategy> WithMuonMatrices(const Trace& trace, Strategy strategy);
 
 // The rule of a matrix's owner; null: it is stepped sharded.
