@@ -20,19 +20,25 @@
 #include "shardplan/simulator/lower_bound.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/planner/bound_cases.h"
-#include "tests/planner/planned.h"
+#include "tests/planner/synthetic.h"
 
 namespace shardplan {
 namespace {
 
-using testing::ClusterOf;
-using testing::Planned;
+// Kernels and links take about as long as each other.
+Cluster BalancedOf(std::int64_t ranks) { return testing::BalancedCluster(ranks, 2, 4'000'000'000); }
+
+Plan MuonPlanOf(const Trace& trace, const Strategy& strategy, std::int64_t ranks = 2) {
+  Result<PlannerOutput> planned = MakePlan(trace, strategy, BalancedOf(ranks));
+  if (!planned) ADD_FAILURE() << ToString(planned.error());
+  return planned ? std::move(planned->plan) : Plan{};
+}
 
 constexpr std::int64_t kFlopsOfIterations = 40'000'000;
 
 // A step of one product, which on several ranks is gathered first.
-TracedOptimizerStep StepOf(const std::vector<std::int64_t>& shape, std::int64_t ranks, std::int64_t replicas,
-                           StorageId& next) {
+TracedOptimizerStep TracedStepOf(const std::vector<std::int64_t>& shape, std::int64_t ranks,
+                                 std::int64_t replicas, StorageId& next) {
   TracedOptimizerStep step{.ranks = ranks, .replicas = replicas, .shape = shape};
   const StorageId update = next++, result = next++;
   const Bytes bytes{shape[0] * shape[1] * 2};
@@ -61,9 +67,9 @@ void AddMuon(Trace& trace, const std::vector<std::pair<std::int64_t, std::int64_
     if (parameter.shape.size() < 2) continue;
     const std::vector<std::int64_t> shape(parameter.shape.end() - 2, parameter.shape.end());
     if (!known.insert(shape).second) continue;
-    trace.optimizer_steps.push_back(StepOf(shape, 1, 1, next));
+    trace.optimizer_steps.push_back(TracedStepOf(shape, 1, 1, next));
     for (const auto& [shards, replicas] : ranks) {
-      if (shape[0] >= shards) trace.optimizer_steps.push_back(StepOf(shape, shards, replicas, next));
+      if (shape[0] >= shards) trace.optimizer_steps.push_back(TracedStepOf(shape, shards, replicas, next));
     }
   }
 }
@@ -90,8 +96,8 @@ Strategy ByOwners(bool over_replicas = false) {
   return WithMuon({.compute = {{.over_replicas = over_replicas}}});
 }
 
-std::string ErrorOf(const Trace& trace, const Strategy& strategy, std::int64_t ranks = 2) {
-  const Result<PlannerOutput> planned = MakePlan(trace, strategy, ClusterOf(ranks));
+std::string MuonErrorOf(const Trace& trace, const Strategy& strategy, std::int64_t ranks = 2) {
+  const Result<PlannerOutput> planned = MakePlan(trace, strategy, BalancedOf(ranks));
   return planned ? "" : ToString(planned.error());
 }
 
@@ -243,7 +249,7 @@ TEST(MuonPlans, OfEveryWayVerifyAndStepEachParameterOnce) {
       Trace trace = MuonModel(3);
       AddMuon(trace, {{2, replicas}});
       StorageId next = 2 << 20;
-      trace.optimizer_steps.push_back(StepOf({16, 32}, 1, 1, next));
+      trace.optimizer_steps.push_back(TracedStepOf({16, 32}, 1, 1, next));
       Muon muon;
       const std::string named = way;
       if (named != "sharded") muon.compute = {{.over_replicas = named == "over replicas"}};
@@ -252,7 +258,7 @@ TEST(MuonPlans, OfEveryWayVerifyAndStepEachParameterOnce) {
       if (named == "blocks") muon.compute = {{.parameters = {"layers.*.up.*"}, .block_rows = 16}, {}};
       Strategy strategy = WithMuon(muon);
       if (replicas > 1) strategy.mesh = {{"replicate", replicas}, {"shard", 2}};
-      const Plan plan = Planned(trace, strategy, 2 * replicas);
+      const Plan plan = MuonPlanOf(trace, strategy, 2 * replicas);
       ASSERT_FALSE(plan.steps.empty());
       EXPECT_TRUE(Verify(plan).empty());
       EXPECT_EQ(std::ssize(plan.exchanges), named == "sharded" ? 0 : named == "buckets" ? 3 : 1);
@@ -288,7 +294,7 @@ TEST(MuonPlans, ExpertsStayWhereTheyAreWhole) {
       parameter.shape = {4, 48, 32};
   }
   AddMuon(trace, {});
-  const Plan plan = Planned(trace, ByOwners(), 2);
+  const Plan plan = MuonPlanOf(trace, ByOwners(), 2);
   ASSERT_EQ(plan.exchanges.size(), 1);
   std::vector<std::int32_t> owners;
   for (const ExchangedMatrix& matrix : plan.exchanges[0].matrices) {
@@ -300,7 +306,7 @@ TEST(MuonPlans, ExpertsStayWhereTheyAreWhole) {
 TEST(MuonPlans, OneRankHasNothingToExchange) {
   Trace trace = MuonModel(2);
   AddMuon(trace, {});
-  const Plan plan = Planned(trace, ByOwners(), 1);
+  const Plan plan = MuonPlanOf(trace, ByOwners(), 1);
   EXPECT_TRUE(plan.exchanges.empty());
   EXPECT_TRUE(Verify(plan).empty());
 }
@@ -309,7 +315,7 @@ TEST(MuonPlans, ErrorsNameTheParameter) {
   Trace trace = MuonModel(2);
   AddMuon(trace, {{2, 1}});
   const auto expect = [&](Muon muon, const std::string& part, std::int64_t ranks = 2) {
-    const std::string error = ErrorOf(trace, WithMuon(std::move(muon)), ranks);
+    const std::string error = MuonErrorOf(trace, WithMuon(std::move(muon)), ranks);
     EXPECT_NE(error.find(part), std::string::npos) << "found: " << error << "\nexpected: " << part;
   };
   const std::string up = trace.parameters[2].fqn, norm = trace.parameters[1].fqn;
@@ -327,20 +333,21 @@ TEST(MuonPlans, ErrorsNameTheParameter) {
   expect({}, up + " has fewer rows than ranks", 256);
   Strategy strategy = ByOwners();
   strategy.cpu_offload = true;
-  EXPECT_NE(ErrorOf(trace, strategy).find(up + " lives in host memory"), std::string::npos)
-      << ErrorOf(trace, strategy);
+  EXPECT_NE(MuonErrorOf(trace, strategy).find(up + " lives in host memory"), std::string::npos)
+      << MuonErrorOf(trace, strategy);
   strategy = ByOwners();
   strategy.fsdp2.shard_dims = {{.parameters = {up}, .dim = 1}};
-  EXPECT_NE(ErrorOf(trace, strategy).find(up + " is not cut by rows (found Shard(1)"), std::string::npos)
-      << ErrorOf(trace, strategy);
+  EXPECT_NE(MuonErrorOf(trace, strategy).find(up + " is not cut by rows (found Shard(1)"), std::string::npos)
+      << MuonErrorOf(trace, strategy);
   strategy = ByOwners();
   strategy.policy = "fsdp1";
-  EXPECT_NE(ErrorOf(trace, strategy).find("/optimizer/muon"), std::string::npos) << ErrorOf(trace, strategy);
+  EXPECT_NE(MuonErrorOf(trace, strategy).find("/optimizer/muon"), std::string::npos)
+      << MuonErrorOf(trace, strategy);
 }
 
 // ---- time ----
 
-Nanoseconds StepTime(const Plan& plan) {
+Nanoseconds MuonStepTime(const Plan& plan) {
   const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *MakeCostModel(plan.cluster));
   EXPECT_TRUE(program.has_value()) << ToString(program.error());
   const Result<EngineResult> run =
@@ -364,14 +371,14 @@ TEST(MuonTime, OfTheBusiestOwnerIsThatAmongAllRanks) {
     if (strategy.optimizer.muon->buckets.size() > 1 && trace.parameters.size() < 7)
       strategy.optimizer.muon->buckets = {};
     strategy.mesh = {{"replicate", replicas}, {"shard", shards}};
-    const Plan plan = Planned(trace, strategy, shards * replicas);
+    const Plan plan = MuonPlanOf(trace, strategy, shards * replicas);
     ASSERT_FALSE(plan.steps.empty());
     const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *MakeCostModel(plan.cluster));
     ASSERT_TRUE(program.has_value());
     const Result<RanksApart> apart = RunRanksApart(plan, *program, {});
     ASSERT_TRUE(apart.has_value()) << ToString(apart.error());
-    EXPECT_EQ(StepTime(plan), apart->ranks[static_cast<std::size_t>(program->rank)].end_ns);
-    EXPECT_LE(StepTime(plan), apart->step_ns);
+    EXPECT_EQ(MuonStepTime(plan), apart->ranks[static_cast<std::size_t>(program->rank)].end_ns);
+    EXPECT_LE(MuonStepTime(plan), apart->step_ns);
   }
 }
 
@@ -380,9 +387,9 @@ TEST(MuonTime, IsThatOfTheSlowestOwner) {
   Trace trace = MuonModel(1);
   AddMuon(trace, {});
   Strategy strategy = ByOwners();
-  const Nanoseconds apart = StepTime(Planned(trace, strategy));
+  const Nanoseconds apart = MuonStepTime(MuonPlanOf(trace, strategy));
   strategy.optimizer.muon->compute[0].owner = 0;
-  const Nanoseconds together = StepTime(Planned(trace, strategy));
+  const Nanoseconds together = MuonStepTime(MuonPlanOf(trace, strategy));
   EXPECT_GT(together, apart);
 }
 
@@ -395,12 +402,12 @@ TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
     AddMuon(trace, {{4 / replicas, replicas}});
     Strategy strategy = WithMuon();
     strategy.mesh = {{"replicate", replicas}, {"shard", 4 / replicas}};
-    const Cluster cluster = testing::BalancedCluster(4, 2, 4'000'000'000);
+    const Cluster cluster = BalancedOf(4);
     const Result<OptimizeOutput> output =
         Optimize(trace, strategy, cluster, {.budget = testing::kLoose, .time_limit_ns = {0}, .threads = 2});
     ASSERT_TRUE(output.has_value()) << ToString(output.error());
     EXPECT_TRUE(Verify(output->plan).empty());
-    const Nanoseconds found = StepTime(output->plan);
+    const Nanoseconds found = MuonStepTime(output->plan);
     EXPECT_GE(found, output->report.lower_bound_ns);
     Muon all_on_one{.compute = {{.owner = 0}}};
     Muon dist_muon{.compute = {{}}, .buckets = {{"layers.0.*.*"}, {"layers.1.*.*"}}, .dist_muon = true};
@@ -409,7 +416,7 @@ TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
       other.optimizer.muon = muon;
       const Result<PlannerOutput> planned = MakePlan(trace, other, cluster);
       ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
-      EXPECT_LE(found, StepTime(planned->plan));
+      EXPECT_LE(found, MuonStepTime(planned->plan));
     }
     const auto owners = std::ranges::find(output->report.decisions, "owners", &DecisionReport::decision);
     ASSERT_NE(owners, output->report.decisions.end());

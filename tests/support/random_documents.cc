@@ -548,8 +548,7 @@ ReshardPlan RandomReshard(std::uint64_t seed) { return Random<ReshardPlan>(seed)
 
 namespace {
 
-// Each exchange is of one matrix, the first parameter of a unit of its own. Those that find none are left
-// out.
+// Each exchange is of one matrix, the first parameter of a unit of its own. Others are left out.
 void RepairExchanges(Plan& plan) {
   std::size_t unit = 0;
   for (Exchange& exchange : plan.exchanges) {

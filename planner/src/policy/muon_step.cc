@@ -214,7 +214,7 @@ void MuonStep::StepSharded(const Matrix& matrix) {
 CommunicatorId MuonStep::CommunicatorOf(const Matrix& matrix, bool over_replicas) {
   const UnitChoice& choice = partition_.units[static_cast<std::size_t>(matrix.unit)];
   const CommunicatorId shard = choice.unit.shard_communicator, replicate = choice.unit.replicate_communicator;
-  if (!over_replicas || replicate < 0) return shard;
+  if (!over_replicas || RanksOf(matrix).replicas == 1) return shard;
   std::vector<Communicator>& communicators = builder_.plan().communicators;
   if (shard < 0) return replicate;
   const auto dims_of = [&](CommunicatorId id) {

@@ -448,7 +448,7 @@ Status CheckCommunicators(const Trace& trace) {
   return {};
 }
 
-// What a step of an optimizer allocates dies in it, and it is told apart by what it is of.
+// A step of an optimizer frees its storages, and no other one is of the same matrix.
 class OptimizerStepsCheck {
  public:
   explicit OptimizerStepsCheck(const Trace& trace) : trace_(trace) {

@@ -203,7 +203,8 @@ ExchangeTraffic TrafficOf(const Plan& plan, const Exchange& exchange, ExchangeDi
   constexpr std::int64_t kMillion = 1'000'000;
   const ExchangeLayout layout(plan, exchange);
   const std::int64_t ranks = layout.ranks();
-  // What leaves and reaches a rank on the way back; on the way there it is the reverse, without replicas.
+  // Elements that leave and reach a rank on the way back; on the way there it is the reverse, within
+  // replicas.
   std::vector<std::int64_t> from_owner(static_cast<std::size_t>(ranks)), to_shard(from_owner);
   const bool back = direction == ExchangeDirection::kToShards;
   for (std::size_t m = 0; m < exchange.matrices.size(); ++m) {

@@ -46,8 +46,10 @@ std::array<BufferRole, 2> RolesOf(InstructionKind kind) {
     case kReduceScatter:
       return {kReduceScatterInput, kReduceScatterOutput};
     case kUpdateCopyIn:
-    case kOrthogonalize:
     case kUpdateApply:
+      return {kUpdatePieces, kUpdatePieces};
+    case kOrthogonalize:
+      return {kUpdateWhole, kUpdateWhole};
     case kAllToAll:
       return {kUpdatePieces, kUpdateWhole};
     case kCompute:

@@ -250,7 +250,7 @@ using TraceEvent =
                  InputsGradDoneEvent, ParameterGradEvent, RecomputeEnterEvent, RecomputeExitEvent,
                  BackwardEndEvent, ReleaseEvent, CollectiveWaitEvent>;
 
-// What a stretch of compute does: operators, allocations and frees in host order.
+// A stretch of compute: operators, allocations and frees in host order.
 using SegmentEntry = std::variant<OperatorEvent, AllocateEvent, FreeEvent, CollectiveWaitEvent>;
 
 // [Note: matrix optimizers]

@@ -249,7 +249,8 @@ struct RunOptions {
 Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline,
                              const RunOptions& options = {});
 
-// Newton-Schulz iterations by owner, alone on the device. Of several groups of ranks, owners of each count.
+// Newton-Schulz iterations by owner, alone on the device. The owners of several groups of ranks are counted
+// together.
 struct OwnedTimes {
   std::int64_t matrices = 0;
   std::int64_t owners = 0;  // that have one
