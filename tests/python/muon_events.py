@@ -3,9 +3,10 @@
 recording."""
 
 from shardplan.tracer.muon_matrices import Matrix
-from shardplan.tracer.muon_steps import MuonOptions, Ranks, record_step
+from shardplan.tracer.muon_options import MuonOptions, Ranks
+from shardplan.tracer.muon_steps import record_step
 
-_OF_SHARDS, _OF_REPLICAS = -1, -2  # communicators of a traced step
+_OF_SHARDS, _OF_REPLICAS, _OF_BOTH = -1, -2, -3  # communicators of a traced step
 
 
 def traced_steps(shapes, dtype: str, ranks: Ranks, options: MuonOptions) -> list[dict]:
@@ -34,6 +35,7 @@ def expected_events(steps: list[dict], ranks: Ranks) -> list[list]:
     groups = {
         _OF_SHARDS: list(range(ranks.shards)),
         _OF_REPLICAS: list(range(0, ranks.shards * ranks.replicas, ranks.shards)),
+        _OF_BOTH: list(range(ranks.shards * ranks.replicas)),
     }
     found, storages = [], {}
     for number, (kind, *rest) in _of_the_whole_step(steps):

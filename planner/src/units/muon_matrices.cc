@@ -41,12 +41,15 @@ bool IsEmbeddingOrHead(const Module& module) {
 }
 
 // By parameter: one of the modules that register it is an embedding or the head, or a convolution, whose
-// kernels are no batch of matrices.
+// kernels are no batch of matrices. (GPT-2's Conv1D is a linear layer of two dimensions.)
 std::vector<char> EmbeddingsAndHeads(const Trace& trace) {
   std::vector<char> found(trace.parameters.size(), 0);
   for (const Module& module : trace.modules) {
-    if (!IsEmbeddingOrHead(module) && !module.class_name.starts_with("Conv")) continue;
-    for (const NamedParameter& named : module.parameters) found[named.parameter] = 1;
+    const bool left_out = IsEmbeddingOrHead(module), convolution = module.class_name.starts_with("Conv");
+    for (const NamedParameter& named : module.parameters) {
+      if (left_out || (convolution && trace.parameters[named.parameter].shape.size() != 2))
+        found[named.parameter] = 1;
+    }
   }
   return found;
 }

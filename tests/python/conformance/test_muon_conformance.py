@@ -6,7 +6,7 @@ from conftest import installed_pytorch
 from muon_events import expected_events, traced_steps
 from muon_ranks import MuonCase, Recorded, work
 
-from shardplan.tracer.muon_steps import MuonOptions, Ranks
+from shardplan.tracer.muon_options import MuonOptions, Ranks
 from shardplan_conformance import processes
 
 pytestmark = pytest.mark.skipif(installed_pytorch() != "2.15", reason="DTensor's choices are those of one release")

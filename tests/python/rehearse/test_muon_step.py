@@ -10,7 +10,7 @@ from conftest import installed_pytorch
 from muon_events import expected_events, traced_steps
 from test_rehearse import SCRIPTS, rehearse
 
-from shardplan.tracer.muon_steps import MuonOptions, Ranks
+from shardplan.tracer.muon_options import MuonOptions, Ranks
 
 pytestmark = pytest.mark.skipif(installed_pytorch() != "2.15", reason="DTensor's choices are those of one release")
 

@@ -14,6 +14,7 @@ from shardplan import files
 from shardplan.command import printable_name
 from shardplan.installing import how_to_install, why_no_torch
 from shardplan.terminal import ProgressBar, complain
+from shardplan.tracer import muon_options
 from shardplan.tracer.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TracerError, UsageProblem
 from shardplan.tracer.progress import Progress
 
@@ -44,21 +45,6 @@ def _positive(text: str) -> int:
     return value
 
 
-def _ranks(text: str) -> list[tuple[int, int]]:
-    """(shards, replicas) of each element."""
-    found = []
-    for element in text.split(","):
-        replicas, times, shards = element.rpartition("x")
-        try:
-            found.append((_positive(shards), _positive(replicas) if times else 1))
-        except (ValueError, argparse.ArgumentTypeError):
-            raise argparse.ArgumentTypeError(
-                f"{text}: expected numbers of ranks, each RANKS or REPLICASxRANKS (8,64,2x32)"
-            ) from None
-    return found
-
-
-_NS_STEPS_END = 100  # torch.optim.Muon refuses as many
 _WORDS = {"true": 1.0, "false": 0.0}
 
 
@@ -210,38 +196,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIM",
         help="likewise, one along which each rank has its own batch or part of it, as in data parallelism",
     )
-    result.add_argument(
-        "--muon",
-        type=_ranks,
-        default=[],
-        metavar="RANKS[,RANKS...]",
-        help="add what torch.optim.Muon does in a step of each matrix that FSDP2 cuts over so many ranks, and of each "
-        "whole matrix; 2x32: cut over 32 ranks, in 2 replicas (HSDP). The matrices are those of hidden layers",
-    )
-    result.add_argument(
-        "--muon-matrices",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="the parameters that Muon steps in place of those of hidden layers: an FQN in which * and ? do not cross "
-        "a dot, or class:NAME of their module. Repeat it for others",
-    )
-    result.add_argument(
-        "--muon-ns-steps", type=_positive, metavar="N", help="Newton-Schulz iterations of Muon (default: 5)"
-    )
-    result.add_argument("--no-muon-nesterov", action="store_true", help="Muon without Nesterov momentum")
-    result.add_argument(
-        "--muon-device",
-        choices=("cuda", "cpu"),
-        help="device of the ranks, by which DTensor chooses Muon's collectives (default: cpu with --sdpa cpu, else "
-        "cuda)",
-    )
-    result.add_argument(
-        "--muon-gpus-per-node",
-        type=_positive,
-        metavar="N",
-        help="GPUs that a rank sees in its node (torch.cuda.device_count), by which DTensor chooses, too (default: 8)",
-    )
+    muon_options.add_arguments(result)
     result.add_argument("--name", default="", help="the model's name in the trace")
     result.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return result
@@ -330,7 +285,9 @@ def _run(arguments: argparse.Namespace, progress) -> int:
         else:
             trace = session.trace_source(arguments.source, options, progress)
         if arguments.muon:
-            _add_muon(trace, arguments, progress)
+            from shardplan.tracer import muon_steps
+
+            muon_steps.add_optimizer_steps(trace, muon_options.options_of(arguments), progress)
     progress("writing")
     try:
         if arguments.strategy:
@@ -350,35 +307,8 @@ def _run(arguments: argparse.Namespace, progress) -> int:
     return 0
 
 
-def _add_muon(trace: dict, arguments: argparse.Namespace, progress: Progress) -> None:
-    from shardplan.tracer import muon_steps
-
-    given = {"ns_steps": arguments.muon_ns_steps, "devices_per_host": arguments.muon_gpus_per_node}
-    options = muon_steps.MuonOptions(
-        ranks=tuple(muon_steps.Ranks(*numbers) for numbers in arguments.muon),
-        patterns=tuple(arguments.muon_matrices),
-        nesterov=not arguments.no_muon_nesterov,
-        device=arguments.muon_device or ("cpu" if arguments.sdpa == "cpu" else "cuda"),
-        **{name: value for name, value in given.items() if value is not None},
-    )
-    muon_steps.add_optimizer_steps(trace, options, progress)
-
-
-_OF_MUON = {
-    "--muon-matrices": "muon_matrices",
-    "--muon-ns-steps": "muon_ns_steps",
-    "--no-muon-nesterov": "no_muon_nesterov",
-    "--muon-device": "muon_device",
-    "--muon-gpus-per-node": "muon_gpus_per_node",
-}
-
-
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    for flag, name in _OF_MUON.items():
-        if getattr(arguments, name) and not arguments.muon:
-            raise UsageProblem(f"{flag} is for --muon RANKS, which is not given")
-    if (arguments.muon_ns_steps or 0) >= _NS_STEPS_END:
-        raise UsageProblem(f"--muon-ns-steps {arguments.muon_ns_steps}: torch.optim.Muon takes less than 100")
+    muon_options.check(arguments)
     for name, value in (("SOURCE", arguments.source), ("--name", arguments.name)):
         if not value.isprintable() and any("\ud800" <= character <= "\udfff" for character in value):
             raise UsageProblem(f"{name} is no UTF-8: {value!r}")

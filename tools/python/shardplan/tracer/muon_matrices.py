@@ -26,81 +26,95 @@ class Matrix:
     is_cut: bool = True
 
 
-def matrices(trace: dict, patterns: Iterable[str], note: Callable[[str], None]) -> list[Matrix]:
+def matrices(
+    trace: dict,
+    patterns: Iterable[str] = (),
+    blocks: Iterable[tuple[str, int]] = (),
+    note: Callable[[str], None] = lambda text: None,
+) -> list[Matrix]:
     """The different matrices, in the order of the trace's parameters. patterns: whose they are; none: those of hidden
-    layers. Raises UsageProblem."""
-    found, distributed = [], []
-    for entry in _parameters(trace, list(patterns)):
+    layers. blocks: patterns of parameters, and the rows of the matrices that each of these consists of. Raises
+    UsageProblem."""
+    parameters = _Parameters(trace)
+    found: dict[Matrix, None] = {}
+    distributed = []
+    for entry in parameters.named(patterns) if patterns else parameters.of_hidden_layers():
         *stack, rows, columns = entry["shape"]
         if any(p["size"] > 1 and not (stack and p.get("dim", -1) <= 0) for p in entry.get("placements", ())):
             distributed.append(entry["fqn"])
-            continue
-        matrix = Matrix((rows, columns), entry["dtype"], not stack)
-        if matrix not in found:
-            found.append(matrix)
+        else:
+            found.setdefault(Matrix((rows, columns), entry["dtype"], not stack))
     if distributed:
         note(
-            f"{distributed[0]} and {len(distributed) - 1} more are distributed before FSDP shards them, so "
-            "optimizer_steps is without them"
-            if len(distributed) > 1
-            else f"{distributed[0]} is distributed before FSDP shards it, so optimizer_steps is without it"
+            f"optimizer_steps is without {distributed[0]}, which is distributed before FSDP shards it"
+            + (f" ({len(distributed) - 1} more are, too)" if len(distributed) > 1 else "")
         )
-    return found
+    for pattern, rows in blocks:
+        for entry in parameters.named([pattern], "--muon-blocks"):
+            all_rows = _numel(entry) // entry["shape"][-1]
+            if all_rows % rows:
+                raise UsageProblem(
+                    f"--muon-blocks {pattern}={rows}: {rows} rows do not divide the {all_rows} of {entry['fqn']}"
+                )
+            found.setdefault(Matrix((rows, entry["shape"][-1]), entry["dtype"], False))
+    return list(found)
 
 
-def _parameters(trace: dict, patterns: list[str]) -> list[dict]:
-    """Entries of the trace."""
-    owners = _owners(trace)
-    able = [
-        entry
-        for entry in trace["parameters"]
-        if len(entry["shape"]) in (2, 3) and entry.get("requires_grad", True) and 0 not in entry["shape"]
-    ]
-    if not patterns:
-        return [
-            entry
-            for number, entry in enumerate(trace["parameters"])
-            if entry in able and _is_of_hidden_layers(entry, owners.get(number, []))
-        ]
-    chosen = []
-    for pattern in patterns:
-        named = [
-            entry for number, entry in enumerate(trace["parameters"]) if _is_named(pattern, entry, owners.get(number))
-        ]
-        if not named:
-            raise UsageProblem(f"--muon-matrices {pattern}: no parameter has such a name")
-        if not any(entry in able for entry in named):
-            raise UsageProblem(
-                f"--muon-matrices {pattern}: expected a matrix that trains; {named[0]['fqn']} "
-                + (f"has the shape {named[0]['shape']}" if named[0].get("requires_grad", True) else "is frozen")
-            )
-        chosen += [entry for entry in named if entry in able]
-    return [entry for entry in able if entry in chosen]
+class _Parameters:
+    """The parameters of a trace, with the modules that have them."""
+
+    def __init__(self, trace: dict):
+        self._entries = trace["parameters"]
+        self._owners: list[list[dict]] = [[] for _ in self._entries]
+        for module in trace["modules"]:
+            for named in module.get("parameters", ()):
+                self._owners[named["parameter"]].append(module)
+
+    def of_hidden_layers(self) -> list[dict]:
+        return [entry for entry, owners in zip(self._entries, self._owners) if _is_of_hidden_layers(entry, owners)]
+
+    def named(self, patterns: Iterable[str], flag: str = "--muon-matrices") -> list[dict]:
+        """Raises UsageProblem: a pattern names no matrix that trains."""
+        chosen = set()
+        for pattern in patterns:
+            there = [i for i, entry in enumerate(self._entries) if _is_named(pattern, entry, self._owners[i])]
+            if not there:
+                raise UsageProblem(f"{flag} {pattern}: no parameter has such a name")
+            able = [i for i in there if _is_able(self._entries[i])]
+            if not able:
+                first = self._entries[there[0]]
+                found = f"has the shape {first['shape']}" if first.get("requires_grad", True) else "is frozen"
+                raise UsageProblem(f"{flag} {pattern}: expected a matrix that trains; {first['fqn']} {found}")
+            chosen.update(able)
+        return [self._entries[i] for i in sorted(chosen)]
 
 
-def _owners(trace: dict) -> dict[int, list[dict]]:
-    """Modules by the parameter that they have."""
-    found: dict[int, list[dict]] = {}
-    for module in trace["modules"]:
-        for named in module.get("parameters", ()):
-            found.setdefault(named["parameter"], []).append(module)
-    return found
+def _numel(entry: dict) -> int:
+    result = 1
+    for size in entry["shape"]:
+        result *= size
+    return result
 
 
-def _is_named(pattern: str, entry: dict, owners: list[dict] | None) -> bool:
-    classes = {module["class_name"] for module in owners or ()}
+def _is_able(entry: dict) -> bool:
+    """A matrix, or a stack of matrices."""
+    return len(entry["shape"]) in (2, 3) and 0 not in entry["shape"] and entry.get("requires_grad", True)
+
+
+def _is_named(pattern: str, entry: dict, owners: list[dict]) -> bool:
     if pattern.startswith("class:"):
-        return any(matches(pattern, "", name) for name in classes)
+        return any(matches(pattern, "", module["class_name"]) for module in owners)
     return any(matches(pattern, fqn) for fqn in (entry["fqn"], *entry.get("shared_with", ())))
 
 
 def _is_of_hidden_layers(entry: dict, owners: list[dict]) -> bool:
-    if entry["fqn"].endswith("bias") or any(_is_embedding(module) or _is_head(module) for module in owners):
+    if not _is_able(entry) or entry["fqn"].endswith("bias"):
         return False
-    if len(entry["shape"]) == 2:
-        return True
-    # The position embeddings of images are one matrix, and a convolution's kernels are none.
-    return min(entry["shape"]) > 1 and not any(module["class_name"].startswith("Conv") for module in owners)
+    if any(_is_embedding(module) or _is_head(module) for module in owners):
+        return False
+    # A convolution's kernels are no matrices, and a stack of one is the positions of an image.
+    is_convolution = any(module["class_name"].startswith("Conv") for module in owners)
+    return len(entry["shape"]) == 2 or (min(entry["shape"]) > 1 and not is_convolution)
 
 
 def _is_embedding(module: dict) -> bool:

@@ -14,7 +14,6 @@ import logging
 import unittest.mock
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from shardplan.tracer.collectives import CollectiveProblem
 from shardplan.tracer.errors import EnvironmentProblem, TracerError
 from shardplan.tracer.fake_meshes import join_fake_group
 from shardplan.tracer.muon_matrices import Matrix, matrices
+from shardplan.tracer.muon_options import NS_STEPS, MuonOptions, Ranks
 from shardplan.tracer.places import one_line
 from shardplan.tracer.progress import Progress
 from shardplan.tracer.recorder import Recorder, StorageRecord
@@ -31,70 +31,41 @@ from shardplan.tracer.shape_propagation import unrecorded_shapes
 
 ROLE = "optimizer_temp"
 PARTS = ("update", "orthogonalize", "apply")
-NS_STEPS = 5  # torch.optim.Muon's default
 # DTensor remembers its choices by mesh, names included, and the process group with them. A mesh of other hosts, or of a
 # group that has ended, has to be another one.
 _meshes = itertools.count()
 _ORTHOGONALIZE = "_zeropower_via_newtonschulz"  # torch's function between the other two parts
 
 
-@dataclass(frozen=True, order=True)
-class Ranks:
-    """Ranks that a parameter is cut over, and how often they have it (HSDP)."""
-
-    shards: int = 1
-    replicas: int = 1
-
-    def __str__(self) -> str:
-        return str(self.shards) if self.replicas == 1 else f"{self.replicas}x{self.shards}"
-
-
-@dataclass(frozen=True)
-class MuonOptions:
-    """Options of the command line."""
-
-    ranks: tuple[Ranks, ...] = ()
-    patterns: tuple[str, ...] = ()  # of parameters that it steps; none: those of hidden layers
-    ns_steps: int = NS_STEPS
-    nesterov: bool = True
-    device: str = "cuda"  # or "cpu"
-    devices_per_host: int = 8  # that a process sees; one CPU always
-
-    @property
-    def named(self) -> str:
-        """For `recorded_with` of a trace."""
-        return f"muon on {self.device}" + (f", {self.devices_per_host} a host" if self.device == "cuda" else "")
-
-
 def add_optimizer_steps(trace: dict, options: MuonOptions, progress: Progress = Progress()) -> None:
     """Adds `optimizer_steps` to a trace document: the step of each different matrix on one rank and on each number of
     ranks. The process joins fake process groups. Raises TracerError."""
-    found = matrices(trace, options.patterns, progress.note)
+    found = matrices(trace, options.patterns, options.blocks, progress.note)
     if not found:
         progress.note("the model has no matrix of a hidden layer, so optimizer_steps is empty (--muon-matrices)")
     numbers = _Numbers.behind(trace)
+    wanted = {}  # a matrix of experts may be like one that is cut
+    for matrix in found:
+        for ranks in sorted({Ranks(), *(options.ranks if matrix.is_cut else ())}):
+            wanted.setdefault((matrix.shape, matrix.dtype, ranks), matrix)
     steps = []
     with record.no_garbage_collection():
-        for matrix in found:
-            wanted = sorted({Ranks(), *(options.ranks if matrix.is_cut else ())})
-            for ranks in wanted:
-                if ranks.shards > matrix.shape[0]:
-                    progress.note(
-                        f"optimizer_steps is without {_shown(matrix.shape)} on {ranks} ranks: torch.optim.Muon refuses "
-                        "a matrix with fewer rows than ranks"
-                    )
-                    continue
-                progress(f"Muon's step of {_shown(matrix.shape)} on {ranks} ranks")
-                step = record_step(matrix, ranks, options, numbers)
-                if step not in steps:  # a matrix that is cut here and one of experts there
-                    steps.append(step)
+        for (shape, _, ranks), matrix in wanted.items():
+            if ranks.shards > shape[0]:
+                progress.note(
+                    f"optimizer_steps is without {_shown(shape)} on {ranks} ranks: torch.optim.Muon refuses a matrix "
+                    "with fewer rows than ranks"
+                )
+                continue
+            progress(f"Muon's step of {_shown(shape)} on {_on(ranks)}")
+            steps.append(record_step(matrix, ranks, options, numbers))
     trace["optimizer_steps"] = steps
     trace["recorded_with"] += f"; {options.named}"
 
 
 def record_step(matrix: Matrix, ranks: Ranks, options: MuonOptions, numbers: _Numbers | None = None) -> dict:
     """One element of `optimizer_steps`. The process joins a fake process group. Raises TracerError."""
-    place = f"torch.optim.Muon's step of {_shown(matrix.shape)} in {matrix.dtype} on {ranks} ranks"
+    place = f"torch.optim.Muon's step of {_shown(matrix.shape)} in {matrix.dtype} on {_on(ranks)}"
     try:
         recorder, borders = _record(matrix, ranks, options)
     except CollectiveProblem as error:
@@ -113,6 +84,10 @@ def record_step(matrix: Matrix, ranks: Ranks, options: MuonOptions, numbers: _Nu
     if options.ns_steps != NS_STEPS:
         step["ns_steps"] = options.ns_steps
     return step | {part: events[cuts[i] : cuts[i + 1]] for i, part in enumerate(PARTS)}
+
+
+def _on(ranks: Ranks) -> str:
+    return f"{ranks} rank" + ("" if ranks == Ranks() else "s")
 
 
 def _shown(shape: tuple[int, int]) -> str:
