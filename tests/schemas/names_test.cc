@@ -33,14 +33,14 @@ TEST(Names, TablesEndWithTheLastEnumerator) {
   EXPECT_EQ(Name(TriggerKind::kLazyInit), "lazy_init");
   EXPECT_EQ(Name(BufferRole::kModelBuffer), "model_buffer");
   EXPECT_EQ(Name(BufferRole::kInnerReduceAccumulated), "inner_reduce_accumulated");
-  EXPECT_EQ(Name(SegmentPhase::kRecompute), "recompute");
-  EXPECT_EQ(Name(StorageRole::kParameterGrad), "parameter_grad");
+  EXPECT_EQ(Name(SegmentPhase::kOptimizer), "optimizer");
+  EXPECT_EQ(Name(StorageRole::kOptimizerTemp), "optimizer_temp");
   EXPECT_EQ(EnumName(Fsdp1Sharding::kHybridShardZero2), "hybrid_shard_zero2");
   EXPECT_EQ(EnumName(MemoryKind::kHost), "host");
   EXPECT_EQ(EnumName(CollectiveKind::kAllReduce), "all_reduce");
   EXPECT_EQ(kEnumNames<InstructionKind>.size(), static_cast<std::size_t>(InstructionKind::kZeroGrad) + 1);
   EXPECT_EQ(kEnumNames<BufferRole>.size(), kBufferRoles);
-  EXPECT_EQ(kEnumNames<SegmentPhase>.size(), static_cast<std::size_t>(SegmentPhase::kRecompute) + 1);
+  EXPECT_EQ(kEnumNames<SegmentPhase>.size(), static_cast<std::size_t>(SegmentPhase::kOptimizer) + 1);
 }
 
 TEST(Sizes, ElementsAndBuffers) {

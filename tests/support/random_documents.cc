@@ -207,6 +207,7 @@ class MemoryRepair {
         const CollectiveKind kind = op->collective->kind;
         const bool transfers = kind == CollectiveKind::kSend || kind == CollectiveKind::kReceive;
         op->collective->peer = transfers ? 1 : -1;
+        op->collective->communicator = std::max(op->collective->communicator, 0);
         op->collective->busiest_ppm = 1 + op->collective->busiest_ppm % 1'000'000;
         works_.insert(op->collective->work);
       }
@@ -303,6 +304,43 @@ void RepairBackward(Pass& pass, const Trace& trace, const std::vector<ModuleId>&
   pass.events = std::move(events);
 }
 
+// Steps of matrices of different sizes, whose storages are born and die in them.
+void RepairOptimizerSteps(Trace& trace) {
+  constexpr StorageId kFirst = 1 << 20;
+  StorageId next = kFirst;
+  std::int64_t rows = 1;
+  for (TracedOptimizerStep& step : trace.optimizer_steps) {
+    step.optimizer = OptimizerKind::kMuon;
+    step.ranks = step.ranks % 8 + 2;
+    step.shape = {rows++, 5};
+    std::set<StorageId> alive;
+    std::set<std::int32_t> works;
+    for (std::vector<SegmentEntry>* part : {&step.update, &step.orthogonalize, &step.apply}) {
+      std::erase_if(*part, [&](SegmentEntry& entry) {
+        if (auto* op = std::get_if<OperatorEvent>(&entry)) {
+          const auto dead = [&](StorageId storage) { return !alive.contains(storage); };
+          std::erase_if(op->reads, dead);
+          std::erase_if(op->writes, dead);
+          op->parameters.clear();
+          if (!op->collective) return false;
+          op->collective->communicator = op->flops % 2 == 0 ? kOfShards : kOfReplicas;
+          works.insert(op->collective->work);
+        } else if (auto* made = std::get_if<AllocateEvent>(&entry)) {
+          made->storage = next++;
+          made->role = StorageRole::kOptimizerTemp;
+          alive.insert(made->storage);
+        } else if (const auto* wait = std::get_if<CollectiveWaitEvent>(&entry)) {
+          return wait->work < 0 || !works.contains(wait->work);
+        } else {
+          return true;  // a free, of what is not there
+        }
+        return false;
+      });
+    }
+    for (const StorageId storage : alive) step.apply.emplace_back(FreeEvent{storage});
+  }
+}
+
 // All forwards, then the backward: of several, a later one would use what the first has freed.
 void RepairCalls(Trace& trace) {
   const bool has_calls = !trace.calls.empty() && trace.backwards.size() < 2;
@@ -351,6 +389,15 @@ void RepairMesh(Strategy& strategy) {
 }
 
 void RepairOptimizer(Optimizer& optimizer) {
+  if (optimizer.kind == OptimizerKind::kMuon) optimizer.kind = OptimizerKind::kAdamW;
+  if (optimizer.muon) {
+    optimizer.in_backward = false;
+    optimizer.muon->ns_steps = 1 + optimizer.muon->ns_steps % 10;
+    for (MatrixRule& rule : optimizer.muon->compute) {
+      if (rule.compute != MatrixCompute::kOwned)
+        rule = {.parameters = rule.parameters, .compute = rule.compute};
+    }
+  }
   const bool adam = optimizer.kind == OptimizerKind::kAdam || optimizer.kind == OptimizerKind::kAdamW;
   optimizer.momentum = optimizer.momentum && optimizer.kind == OptimizerKind::kSgd;
   optimizer.nesterov = optimizer.nesterov && optimizer.momentum;
@@ -393,6 +440,7 @@ Trace RandomTrace(std::uint64_t seed) {
   if (trace.forwards.empty()) trace.backwards.clear();
   for (Pass& pass : trace.backwards) RepairBackward(pass, trace, canonical, memory, outputs);
   RepairCalls(trace);
+  RepairOptimizerSteps(trace);
   return trace;
 }
 
@@ -498,6 +546,38 @@ Report RandomReport(std::uint64_t seed) { return Random<Report>(seed); }
 StateLayout RandomStateLayout(std::uint64_t seed) { return Random<StateLayout>(seed); }
 ReshardPlan RandomReshard(std::uint64_t seed) { return Random<ReshardPlan>(seed); }
 
+namespace {
+
+// Each exchange is of one matrix, the first parameter of a unit of its own. Others are left out.
+void RepairExchanges(Plan& plan) {
+  std::size_t unit = 0;
+  for (Exchange& exchange : plan.exchanges) {
+    exchange.matrices.clear();
+    for (; unit < plan.units.size() && exchange.matrices.empty(); ++unit) {
+      Unit& of = plan.units[unit];
+      if (of.parameters.empty() || of.shard_communicator < 0) continue;
+      of.layout = LayoutKind::kPerParameter;
+      UnitParameter& parameter = of.parameters.front();
+      parameter.shape = {6, 5};
+      parameter.shard_dim = 0;
+      parameter.muon = parameter.requires_grad = true;
+      exchange.communicator = of.shard_communicator;
+      exchange.matrices = {{.unit = static_cast<UnitId>(unit), .parameter = 0, .owner = 0}};
+    }
+  }
+  std::erase_if(plan.exchanges, [](const Exchange& exchange) { return exchange.matrices.empty(); });
+  const auto last = static_cast<ExchangeId>(plan.exchanges.size()) - 1;
+  const auto repair = [&](InstructionList& instructions) {
+    for (Instruction& i : instructions.Edit()) i.exchange = std::min(i.exchange, last);
+  };
+  for (PlanStep& step : plan.steps) {
+    for (Trigger& trigger : step.triggers) repair(trigger.instructions);
+  }
+  for (Procedure& procedure : plan.procedures) repair(procedure.instructions);
+}
+
+}  // namespace
+
 Plan RandomPlan(std::uint64_t seed) {
   Plan plan = Random<Plan>(seed);
   RepairCluster(plan.cluster);
@@ -511,6 +591,14 @@ Plan RandomPlan(std::uint64_t seed) {
     for (UnitParameter& parameter : unit.parameters) {
       if (parameter.shape.empty()) parameter.shape = {1};
       parameter.shard_dim %= static_cast<std::int32_t>(parameter.shape.size());
+    }
+  }
+  RepairExchanges(plan);
+  for (Segment& segment : plan.segments) {
+    for (SegmentEntry& entry : segment.entries) {
+      auto* op = std::get_if<OperatorEvent>(&entry);
+      if (op == nullptr || !op->collective || op->collective->communicator >= 0) continue;
+      op->collective.reset();
     }
   }
   const auto parameters_of = [&](UnitId unit) {

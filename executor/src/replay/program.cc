@@ -125,7 +125,7 @@ class Builder {
     for (std::size_t i = 0; i < trigger.instructions.size(); ++i) {
       const Instruction& instruction = trigger.instructions[i];
       if (Status status = CheckOperands(plan_, instruction); !status) return Located(status.error(), i);
-      const bool is_compute = instruction.kind == InstructionKind::kCompute;
+      const bool is_compute = instruction.kind == InstructionKind::kCompute && !IsOptimizers(instruction);
       if (computed && !is_compute && model_.runs_itself) {
         return Located(
             MakeInputError("",
@@ -169,8 +169,14 @@ class Builder {
     return std::unexpected(std::move(error));
   }
 
+  // Work of the optimizer, which is the user's where the model runs itself.
+  bool IsOptimizers(const Instruction& i) const {
+    return i.segment >= 0 && plan_.segments[i.segment].phase == SegmentPhase::kOptimizer;
+  }
+
   Result<Op> Resolve(const Instruction& i) {
     Op op = {.stream = i.stream, .src = i.src, .dst = i.dst};
+    if (i.exchange >= 0 || (model_.runs_itself && IsOptimizers(i))) return op;
     switch (DescriptionOf(i.kind).family) {
       case InstructionFamily::kCompute:
         return Simple(op, OpCode::kCompute, i.segment, trigger_microbatch_ + i.microbatch_offset);
@@ -240,7 +246,7 @@ class Builder {
   bool IsModels(BufferId buffer) const {
     const BufferRole role = plan_.buffers[buffer].role;
     return role == BufferRole::kGradUnsharded ? model_.makes_gradients
-                                              : model_.runs_itself && IsOptimizerMemory(role);
+                                              : model_.runs_itself && IsOptimizersOwn(role);
   }
 
   bool IsActivation(BufferId buffer) const { return plan_.buffers[buffer].role == BufferRole::kActivation; }

@@ -206,6 +206,11 @@ Result<std::unique_ptr<Replayer>> Replayer::Create(const Plan& plan, std::int64_
       return MakeInputError(fmt::format("/steps/{}", s), "the step has no trigger");
   }
   if (Status status = CheckOwners(plan); !status) return std::unexpected(std::move(status.error()));
+  if (!plan.exchanges.empty() && model != nullptr && !model->RunsItself()) {
+    return MakeInputError("/exchanges",
+                          "matrices are exchanged by the optimizer of a training (sp.Muon), and not here",
+                          plan.exchanges.front().name, "a plan without exchanges");
+  }
   Result<Program> program = BuildProgram(plan, rank, TraitsOf(model));
   if (!program) return std::unexpected(std::move(program.error()));
   auto impl = std::make_unique<Impl>(plan, std::move(*program), device, collectives, model);

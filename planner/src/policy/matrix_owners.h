@@ -23,9 +23,9 @@ struct MatrixLoad {
 std::int64_t NewtonSchulzWork(std::int64_t rows, std::int64_t columns, std::int64_t iterations);
 
 // The owner of each of the matrices that are exchanged together. They go in the order of their work, the most
-// first, each to the rank with the least work in this exchange; then the least bytes; then the least work in
-// earlier exchanges, which `earlier_work` has by rank and gets added to; then the first. So does torchtitan
-// 0.3.0's DistMuon (_balance_loads_across_partitions).
+// first, each to the rank with the least work in this exchange. Among several it is the one with the least
+// bytes, then the least work in earlier exchanges, then the first. `earlier_work` has that by rank and gets
+// added to. So does torchtitan 0.3.0's DistMuon (_balance_loads_across_partitions).
 std::vector<std::int32_t> AssignOwners(const std::vector<MatrixLoad>& matrices,
                                        std::vector<std::int64_t>& earlier_work);
 

@@ -172,8 +172,10 @@ void KeepOwnStorages(Segment& segment) {
 }  // namespace
 
 // `whole`: the iterations alone, as an owner runs them.
-SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, CommunicatorId shards, CommunicatorId replicas,
-                              bool whole) {
+SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, const Matrix& matrix, bool whole) {
+  const Unit& unit = partition_.units[static_cast<std::size_t>(matrix.unit)].unit;
+  const CommunicatorId shards = whole ? -1 : unit.shard_communicator;
+  const CommunicatorId replicas = whole ? -1 : unit.replicate_communicator;
   const auto [found, added] = segments_.try_emplace({&step, shards, replicas, whole}, SegmentId{-1});
   if (!added) return found->second;
   Segment segment{.name = fmt::format("muon {} {}{}", fmt::join(step.shape, "x"), Name(step.dtype),
@@ -182,8 +184,12 @@ SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, CommunicatorId sh
   if (shards >= 0) segment.name += " " + builder_.plan().communicators[static_cast<std::size_t>(shards)].name;
   const auto add = [&](const std::vector<SegmentEntry>& entries) {
     for (SegmentEntry entry : entries) {
-      if (auto* op = std::get_if<OperatorEvent>(&entry); op != nullptr && op->collective)
-        op->collective->communicator = op->collective->communicator == kOfShards ? shards : replicas;
+      if (auto* op = std::get_if<OperatorEvent>(&entry); op != nullptr && op->collective) {
+        const CommunicatorId traced = op->collective->communicator;
+        op->collective->communicator = traced == kOfShards     ? shards
+                                       : traced == kOfReplicas ? replicas
+                                                               : CommunicatorOf(matrix, true);
+      }
       segment.entries.push_back(std::move(entry));
     }
   };
@@ -196,12 +202,10 @@ SegmentId MuonStep::SegmentOf(const TracedOptimizerStep& step, CommunicatorId sh
 
 void MuonStep::StepSharded(const Matrix& matrix) {
   const UnitParameter& parameter = ParameterOf(matrix);
-  const Unit& unit = partition_.units[static_cast<std::size_t>(matrix.unit)].unit;
   const TracedOptimizerStep* step = Traced(RanksOf(matrix), parameter.shape, parameter.dtype);
   if (step == nullptr) return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
   builder_.SetUnit(-1);
-  builder_.RunSegment(
-      SegmentOf(*step, unit.shard_communicator, unit.replicate_communicator, /*whole=*/false));
+  builder_.RunSegment(SegmentOf(*step, matrix, /*whole=*/false));
   builder_.SetUnit(matrix.unit);
   builder_.Emit(InstructionKind::kOptimizerStep, kCompute).parameter = matrix.parameter;
 }
@@ -210,7 +214,7 @@ void MuonStep::StepSharded(const Matrix& matrix) {
 CommunicatorId MuonStep::CommunicatorOf(const Matrix& matrix, bool over_replicas) {
   const UnitChoice& choice = partition_.units[static_cast<std::size_t>(matrix.unit)];
   const CommunicatorId shard = choice.unit.shard_communicator, replicate = choice.unit.replicate_communicator;
-  if (!over_replicas || replicate < 0) return shard;
+  if (!over_replicas || RanksOf(matrix).replicas == 1) return shard;
   std::vector<Communicator>& communicators = builder_.plan().communicators;
   if (shard < 0) return replicate;
   const auto dims_of = [&](CommunicatorId id) {
@@ -350,7 +354,7 @@ void MuonStep::Orthogonalize(const Passage& passage) {
     const TracedOptimizerStep* step = Traced({}, ShapeOf(builder_.plan(), matrices[m]), parameter.dtype);
     if (step == nullptr)
       return builder_.Refuse(fmt::format("Muon's step of {} is not traced", parameter.fqn));
-    const SegmentId segment = SegmentOf(*step, -1, -1, /*whole=*/true);
+    const SegmentId segment = SegmentOf(*step, {matrices[m].unit, matrices[m].parameter}, /*whole=*/true);
     Instruction& orthogonalize = builder_.Emit(InstructionKind::kOrthogonalize, kCompute);
     orthogonalize.dst = passage.whole;
     orthogonalize.exchange = passage.exchange;

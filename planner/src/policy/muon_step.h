@@ -54,8 +54,7 @@ class MuonStep {
   std::vector<std::vector<std::int64_t>> ShapesOf(const Matrix& matrix) const;
 
   void StepSharded(const Matrix& matrix);
-  SegmentId SegmentOf(const TracedOptimizerStep& step, CommunicatorId shards, CommunicatorId replicas,
-                      bool whole);
+  SegmentId SegmentOf(const TracedOptimizerStep& step, const Matrix& matrix, bool whole);
 
   CommunicatorId CommunicatorOf(const Matrix& matrix, bool over_replicas);
   std::vector<ExchangeId> ExchangesOf(const std::vector<Matrix>& matrices);

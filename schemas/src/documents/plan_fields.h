@@ -195,7 +195,8 @@ template <>
 inline constexpr auto kFields<Instruction> = FieldList(
     Required("kind", &Instruction::kind, "What it does."),
     Optional("segment", &Instruction::segment, "compute, orthogonalize: the segment.").Ref(RefKind::kSegment),
-    Optional("exchange", &Instruction::exchange, "The exchange of matrices that it belongs to.")
+    Optional("exchange", &Instruction::exchange,
+             "update_copy_in, all_to_all, orthogonalize, update_apply: the exchange of matrices.")
         .Ref(RefKind::kExchange),
     Optional("matrix", &Instruction::matrix, "orthogonalize: which matrix of the exchange, by position.")
         .AtLeast(-1),

@@ -448,7 +448,7 @@ Status CheckCommunicators(const Trace& trace) {
   return {};
 }
 
-// What a step of an optimizer allocates dies in it, and it is told apart by what it is of.
+// A step of an optimizer frees its storages, and no other one is of the same matrix.
 class OptimizerStepsCheck {
  public:
   explicit OptimizerStepsCheck(const Trace& trace) : trace_(trace) {
@@ -515,9 +515,10 @@ class OptimizerStepsCheck {
                             fmt::format("{}", op.parameters.front()), "[]");
     if (!op.collective) return {};
     if (op.collective->communicator >= 0)
-      return MakeInputError(at_ + "/11/communicator", "an optimizer's step is over a parameter's own ranks",
-                            fmt::format("{}", op.collective->communicator),
-                            fmt::format("{} (shards) or {} (replicas)", kOfShards, kOfReplicas));
+      return MakeInputError(
+          at_ + "/11/communicator", "an optimizer's step is over a parameter's own ranks",
+          fmt::format("{}", op.collective->communicator),
+          fmt::format("{} (shards), {} (replicas) or {} (both)", kOfShards, kOfReplicas, kOfBoth));
     if (ranks_ == 1)
       return MakeInputError(at_ + "/11", "a whole matrix needs no collective",
                             std::string(Name(op.collective->kind)), "none");

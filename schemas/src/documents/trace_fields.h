@@ -155,9 +155,9 @@ inline constexpr auto kFields<ModelCollective> = FieldList(
     Required(
         "communicator", &ModelCollective::communicator,
         "Communicator: index into communicators. In optimizer_steps -1: the ranks that the matrix is cut "
-        "over; -2: its replicas.")
+        "over; -2: its replicas; -3: both together.")
         .Ref(RefKind::kCommunicator)
-        .AtLeast(kOfReplicas),
+        .AtLeast(kOfBoth),
     Required("size_bytes", &ModelCollective::size_bytes,
              "The full tensor: the output of an all_gather or a gather, the input of a reduce_scatter or a "
              "scatter, what a rank sends in an all_to_all or a send."),

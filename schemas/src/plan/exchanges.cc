@@ -202,17 +202,31 @@ std::int64_t ExchangeLayout::LargestOwner() const {
 ExchangeTraffic TrafficOf(const Plan& plan, const Exchange& exchange, ExchangeDirection direction) {
   constexpr std::int64_t kMillion = 1'000'000;
   const ExchangeLayout layout(plan, exchange);
-  const bool there = direction == ExchangeDirection::kToOwners;
-  const std::int64_t replicas = layout.ranks() / layout.shards();
-  const std::int64_t whole = layout.WholeNumel(layout.LargestOwner());
-  // Without replicas a rank's pieces go out and whole matrices come in, or the reverse. With replicas a rank
-  // sends pieces to the owners of its own replica alone, and an owner sends its result to every replica.
-  const std::int64_t pieces = layout.PiecesNumel(0);
-  const std::int64_t most = std::max(pieces, there ? whole : whole * replicas);
-  const std::int64_t size = std::max<std::int64_t>(pieces, 1);
+  const std::int64_t ranks = layout.ranks();
+  // Elements that leave and reach a rank on the way back; on the way there it is the reverse, within
+  // replicas.
+  std::vector<std::int64_t> from_owner(static_cast<std::size_t>(ranks)), to_shard(from_owner);
+  const bool back = direction == ExchangeDirection::kToShards;
+  for (std::size_t m = 0; m < exchange.matrices.size(); ++m) {
+    const std::int64_t owner = exchange.matrices[m].owner;
+    for (std::int64_t rank = 0; rank < ranks; ++rank) {
+      if (rank == owner || (!back && rank / layout.shards() != owner / layout.shards())) continue;
+      const std::int64_t numel = layout.PieceNumel(m, rank);
+      from_owner[static_cast<std::size_t>(owner)] += numel;
+      to_shard[static_cast<std::size_t>(rank)] += numel;
+    }
+  }
+  const std::int64_t most = std::max(std::ranges::max(from_owner), std::ranges::max(to_shard));
+  std::int64_t in_all = 0;
+  for (const std::int64_t numel : to_shard) in_all += numel;
+  // Costs have the tensor with the rank's own part in it, which does not move: it is the mean of the others.
+  const std::int64_t others = std::max<std::int64_t>(ranks - 1, 1);
+  const std::int64_t mean = (in_all + others - 1) / others;
+  if (mean == 0) return {};
   __extension__ using Wide = __int128;
-  const auto ppm = static_cast<std::int64_t>((Wide{most} * kMillion + size - 1) / size);
-  return {Bytes{pieces * SizeBytes(exchange.dtype)},
+  const auto ppm = static_cast<std::int64_t>((Wide{most} * ranks * kMillion + Wide{mean} * others - 1) /
+                                             (Wide{mean} * others));
+  return {Bytes{mean * SizeBytes(exchange.dtype)},
           std::clamp(ppm, std::int64_t{1}, layout.ranks() * kMillion)};
 }
 

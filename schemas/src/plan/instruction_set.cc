@@ -57,6 +57,7 @@ class OperandCheck {
   }
 
   Status CheckMatrix() const {
+    if (!is_.exchange && i_.exchange != -1) return Wrong("it is of no exchange");
     if (i_.kind != InstructionKind::kOrthogonalize) {
       return i_.matrix == -1 ? Status() : Wrong("only an orthogonalize has a matrix");
     }

@@ -357,7 +357,8 @@ class StepWorkBuilder {
     return line;
   }
 
-  // Muon's iterations, shared evenly by all ranks: some rank does no less. What is not traced counts nothing.
+  // Muon's iterations, shared evenly by all ranks: some rank does no less. A step that is not traced counts
+  // nothing.
   Nanoseconds NewtonSchulz() const {
     const std::optional<Muon>& muon = job_.strategy.optimizer.muon;
     if (!muon) return {};

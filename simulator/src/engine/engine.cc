@@ -70,10 +70,11 @@ Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, En
       lowered.code.size() == lowered.origins.size() && lowered.code.size() == lowered.next_in_stream.size(),
       "LowerPlan adds to all of them");
   if (lowered.owned.empty()) return internal::StepRunner(program, lowered, timeline, options).Run();
-  const Result<std::vector<Nanoseconds>> begins = internal::BeginOfCollectives(program, lowered, options);
-  if (!begins) return std::unexpected(begins.error());
+  const Result<std::vector<internal::CollectiveTimes>> times =
+      internal::TimesOfCollectives(program, lowered, options);
+  if (!times) return std::unexpected(times.error());
   return internal::StepRunner(program, lowered, timeline, options, nullptr,
-                              {.rank = program.rank, .collectives_begin_ns = &*begins})
+                              {.rank = program.rank, .collectives = &*times})
       .Run();
 }
 

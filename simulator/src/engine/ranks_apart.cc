@@ -20,6 +20,7 @@
 namespace shardplan {
 namespace {
 
+using internal::CollectiveTimes;
 using internal::kFullRate;
 using internal::kNever;
 using internal::RankTraits;
@@ -66,11 +67,11 @@ class Apart final : public internal::Joins {
       clock_.Emplace(program, step_, nullptr, run_options, this, traits);
     }
     waited_ns_.assign(ranks.size(), 0);
-    begun_ns_.assign(step.code.size(), {});
+    times_.assign(step.code.size(), {});
   }
 
-  // By instruction: when the collective began of the rank's group that began last.
-  const std::vector<Nanoseconds>& begun_ns() const { return begun_ns_; }
+  // By instruction: of the collective's groups the one that began last.
+  const std::vector<CollectiveTimes>& times() const { return times_; }
 
   Result<RanksApart> Run() {
     clock_.Run([this](std::int32_t index, std::int64_t time_ns) {
@@ -127,8 +128,8 @@ class Apart final : public internal::Joins {
   // `last`: who came last, and is being settled.
   void Begin(Joined& joined, std::int64_t now_ns, std::int32_t last) {
     joined.begun = true;
-    Nanoseconds& begun_ns = begun_ns_[Index(joined.instruction)];
-    begun_ns = std::max(begun_ns, Nanoseconds{now_ns});
+    Nanoseconds& begin_ns = times_[Index(joined.instruction)].begin_ns;
+    begin_ns = std::max(begin_ns, Nanoseconds{now_ns});
     joined.remaining = Wide{step_.code[Index(joined.instruction)].duration_ns.value} * kFullRate;
     joined.updated_ns = now_ns;
     joined.rate = 0;
@@ -145,6 +146,8 @@ class Apart final : public internal::Joins {
     const std::vector<Joined::Member> members = std::exchange(joined.members, {});
     joined.begun = false;
     joined.finish_ns = kNever;
+    Nanoseconds& end_ns = times_[Index(joined.instruction)].end_ns;
+    end_ns = std::max(end_ns, Nanoseconds{now_ns});
     for (const Joined::Member& member : members) {
       clock_.BringTo(member.rank, now_ns);
       Runner(member.rank).FinishJoined(member.stream);
@@ -196,7 +199,7 @@ class Apart final : public internal::Joins {
   std::vector<Joined> joined_;
   std::vector<std::int32_t> place_;  // by rank, among those that are simulated
   std::vector<std::int64_t> waited_ns_;
-  std::vector<Nanoseconds> begun_ns_;
+  std::vector<CollectiveTimes> times_;  // by instruction
 };
 
 std::vector<std::int32_t> AllRanks(std::int64_t world_size) {
@@ -210,9 +213,9 @@ std::vector<std::int32_t> AllRanks(std::int64_t world_size) {
 // [Note: ranks that own different work]
 // Ranks that own the same work do the same at the same time. So of each such set the first rank is simulated,
 // and a collective begins when the last of these has come to it.
-Result<std::vector<Nanoseconds>> internal::BeginOfCollectives(const EngineProgram& program,
-                                                              const EngineStep& step,
-                                                              const RunOptions& options) {
+Result<std::vector<internal::CollectiveTimes>> internal::TimesOfCollectives(const EngineProgram& program,
+                                                                            const EngineStep& step,
+                                                                            const RunOptions& options) {
   std::int64_t world_size = 1;
   for (const Communicator& group : program.groups) world_size = std::max(world_size, RanksSpanned(group));
   std::map<std::vector<std::int32_t>, std::int32_t> first_with;
@@ -229,7 +232,35 @@ Result<std::vector<Nanoseconds>> internal::BeginOfCollectives(const EngineProgra
   std::ranges::sort(ranks);
   Apart apart(program.groups, program, step, ranks, {}, options);
   if (Result<RanksApart> run = apart.Run(); !run) return std::unexpected(std::move(run.error()));
-  return apart.begun_ns();
+  return apart.times();
+}
+
+bool internal::IsOthers(const EngineProgram& program, const EngineStep& step, std::int32_t instruction) {
+  const auto work = step.owned.find(instruction);
+  if (work == step.owned.end()) return false;
+  const Communicator& group = program.groups[static_cast<std::size_t>(work->second.communicator)];
+  return PlaceInGroup(group, program.rank) != work->second.owner;
+}
+
+OwnedTimes TimesOfOwners(const EngineProgram& program, const EngineStep& step) {
+  OwnedTimes times;
+  std::map<std::pair<CommunicatorId, std::int32_t>, Nanoseconds> by_owner;
+  std::int64_t ranks = 0;
+  for (const auto& [instruction, work] : step.owned) {
+    const EngineInstruction& code = step.code[static_cast<std::size_t>(instruction)];
+    const EngineSegment& segment = program.segments[static_cast<std::size_t>(code.operand)];
+    Nanoseconds& of = by_owner[{work.communicator, work.owner}];
+    if (segment.count > 0) of += program.operators[static_cast<std::size_t>(segment.first)].rest_ns;
+    ranks = std::max(ranks, program.groups[static_cast<std::size_t>(work.communicator)].size);
+    ++times.matrices;
+  }
+  for (const auto& [owner, time_ns] : by_owner) {
+    times.most_ns = std::max(times.most_ns, time_ns);
+    times.in_all_ns += time_ns;
+  }
+  times.ranks = ranks;
+  times.owners = static_cast<std::int64_t>(by_owner.size());
+  return times;
 }
 
 Result<RanksApart> RunRanksApart(const Plan& plan, const EngineProgram& program,

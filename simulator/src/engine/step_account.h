@@ -59,7 +59,8 @@ class StepAccount {
   // The host is not far enough ahead for this operator of the head, a segment.
   void PacedBy(const StreamState& stream);
   // The stream goes on behind its head.
-  void Leave(const StreamState& stream, std::int64_t now_ns);
+  // `others`: its head is another rank's work.
+  void Leave(const StreamState& stream, std::int64_t now_ns, bool others);
 
   EngineResult Take(std::int64_t end_ns);
 
@@ -190,7 +191,7 @@ inline void StepAccount::PacedBy(const StreamState& stream) {
 }
 
 // A wait that never began was passed when the stream came to it.
-inline void StepAccount::Leave(const StreamState& stream, std::int64_t now_ns) {
+inline void StepAccount::Leave(const StreamState& stream, std::int64_t now_ns, bool others) {
   if (timeline_ == nullptr) return;
   timeline_->end_ns[static_cast<std::size_t>(stream.head)].value = now_ns;
   const EngineInstruction& instruction = HeadOf(stream);
@@ -198,7 +199,7 @@ inline void StepAccount::Leave(const StreamState& stream, std::int64_t now_ns) {
                      program_.segments[static_cast<std::size_t>(instruction.operand)].count == 0;
   const bool works = instruction.op == EngineOp::kWork || instruction.op == EngineOp::kSegment;
   timeline_->begin_ns[static_cast<std::size_t>(stream.head)].value =
-      works && !empty ? stream.started_ns : now_ns;
+      works && !empty && !others ? stream.started_ns : now_ns;
 }
 
 inline EngineResult StepAccount::Take(std::int64_t end_ns) {

@@ -46,7 +46,7 @@ Result<EngineResult> StepRunner::Run() {
 
 std::int64_t StepRunner::Settle() {
   Progress();
-  while (next_ < std::ssize(step_.code) && (!blocked_ || Passed())) {
+  while (next_ < std::ssize(step_.code) && (!blocked_ || Passed() || AwaitsIdle())) {
     blocked_ = !Issue();
     Progress();
   }
@@ -71,10 +71,7 @@ void StepRunner::BeginJoined(std::size_t s) {
   stream.finish_ns = kNever;
 }
 
-void StepRunner::FinishJoined(std::size_t s) {
-  streams_[s].joined = false;
-  Finish(s);
-}
+void StepRunner::FinishJoined(std::size_t s) { Finish(s); }
 
 std::int32_t StepRunner::StuckAt() const {
   if (next_ < std::ssize(step_.code)) return next_;
@@ -160,6 +157,14 @@ inline bool StepRunner::Passed() const {
   return false;
 }
 
+// Whether the host waits for an idle device, and it is idle: nothing runs, and nothing is waited for but what
+// the host has yet to issue. It is asked where ranks are simulated apart.
+bool StepRunner::AwaitsIdle() const {
+  if (awaited_.slot >= 0 || awaited_.stream >= 0 || NextEvent() != kNever) return false;
+  return std::ranges::none_of(
+      streams_, [](const StreamState& stream) { return stream.status == StreamStatus::kJoining; });
+}
+
 // Runs the device until what the host waits for is there, or, for nothing in particular, until nothing is
 // left to do. False when it cannot be.
 inline bool StepRunner::RunUntilPassed() {
@@ -226,7 +231,7 @@ inline bool StepRunner::Step(std::size_t s) {
 
 inline void StepRunner::Pop(StreamState& stream) {
   SHARDPLAN_ASSERT(stream.head >= 0, "only a stream with an instruction at its head is advanced");
-  account_.Leave(stream, now_ns_);
+  account_.Leave(stream, now_ns_, IsOthers(stream.head));
   stream.passed = stream.head;
   if (!step_.queued_behind.empty()) {
     passed_ns_.resize(step_.code.size());
@@ -262,14 +267,24 @@ inline bool StepRunner::StartWork(std::size_t s, StreamState& stream, const Engi
       joins_->Come(traits_.rank, s, stream.head);
       return true;
     }
-    if (const auto* begins = traits_.collectives_begin_ns;
-        begins != nullptr && (*begins)[Index(stream.head)].value > now_ns_) {
-      stream.wake_ns = (*begins)[Index(stream.head)].value;
-      return false;
-    }
+    if (traits_.collectives != nullptr) return StartAmongOthers(s, stream);
   }
   Begin(s, stream);
   Activate(stream, instruction, instruction.duration_ns.value);
+  return true;
+}
+
+// A collective whose begin and end are those of all its ranks.
+inline bool StepRunner::StartAmongOthers(std::size_t s, StreamState& stream) {
+  const CollectiveTimes& times = (*traits_.collectives)[Index(stream.head)];
+  if (times.begin_ns.value > now_ns_) {
+    stream.wake_ns = times.begin_ns.value;
+    return false;
+  }
+  Begin(s, stream);
+  Activate(stream, step_.code[Index(stream.head)], 0);
+  stream.joined = true;
+  stream.finish_ns = std::max(times.end_ns.value, now_ns_);
   return true;
 }
 
@@ -350,7 +365,8 @@ inline void StepRunner::UpdateRates() {
     const std::int64_t rate = rates_.Of(stream, streams_);
     if (rate == stream.rate) continue;
     if (stream.joined) {
-      joins_->Offer(traits_.rank, stream.head, std::exchange(stream.rate, rate), rate);
+      const std::int64_t before = std::exchange(stream.rate, rate);
+      if (joins_ != nullptr) joins_->Offer(traits_.rank, stream.head, before, rate);
       continue;
     }
     stream.remaining -= static_cast<Int128>(stream.rate) * (now_ns_ - stream.updated_ns);
@@ -372,6 +388,7 @@ inline std::int64_t StepRunner::FinishTime(const StreamState& stream) const {
 inline void StepRunner::Finish(std::size_t s) {
   StreamState& stream = streams_[s];
   SHARDPLAN_ASSERT(stream.status == StreamStatus::kActive, "only what was started ends");
+  stream.joined = false;
   rates_.Count(stream, -1);
   stream.status = StreamStatus::kReady;
   const EngineInstruction& instruction = step_.code[Index(stream.head)];

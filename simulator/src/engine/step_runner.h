@@ -36,14 +36,20 @@ class Joins {
                      std::int64_t rate) = 0;
 };
 
+// A collective of several ranks, of which the last comes at its begin.
+struct CollectiveTimes {
+  Nanoseconds begin_ns;
+  Nanoseconds end_ns;
+};
+
 // How a rank differs from the one that stands for all.
 struct RankTraits {
   std::int32_t rank = 0;
   std::int64_t kernels_ppm = 1'000'000;  // of the time that its kernels take
   std::int64_t jitter_ppm = 0;           // at most so much more, of each piece of work by itself
   std::uint64_t seed = 0;
-  // By instruction: not before this time a collective begins, since ranks that are not simulated are late.
-  const std::vector<Nanoseconds>* collectives_begin_ns = nullptr;
+  // By instruction: when a collective begins and ends, since ranks that are not simulated are in it.
+  const std::vector<CollectiveTimes>* collectives = nullptr;
 };
 
 class StepRunner {
@@ -92,6 +98,7 @@ class StepRunner {
   bool MayIssue(std::int32_t i, const EngineInstruction& instruction);
   void IssueOne(std::int32_t i, const EngineInstruction& instruction);
   bool Passed() const;
+  bool AwaitsIdle() const;
   bool RunUntilPassed();
 
   // ---- the device ----
@@ -101,6 +108,7 @@ class StepRunner {
   void Pop(StreamState& stream);
   bool PassWait(std::size_t s, StreamState& stream, const EngineInstruction& instruction);
   bool StartWork(std::size_t s, StreamState& stream, const EngineInstruction& instruction);
+  bool StartAmongOthers(std::size_t s, StreamState& stream);
   bool StartOperators(std::size_t s, StreamState& stream, const EngineInstruction& instruction);
   void Begin(std::size_t s, StreamState& stream);
   void Activate(StreamState& stream, const EngineInstruction& instruction, std::int64_t duration_ns);

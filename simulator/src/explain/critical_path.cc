@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "engine/host_order.h"
+#include "engine/owners.h"
 #include "shardplan/schemas/assert.h"
 
 namespace shardplan {
@@ -32,6 +33,7 @@ constexpr std::array<CauseName, kTimeCauses> kCauseNames = {{
     {TimeCause::kHostLink, "host link"},
     {TimeCause::kHostIssue, "host issuing"},
     {TimeCause::kHostWork, "host computing"},
+    {TimeCause::kOtherOwners, "other owners"},
 }};
 
 // Goes back from the end of a step. `time_` only falls; at equal times the walk follows the order in which
@@ -127,7 +129,7 @@ class Walk {
     } else if (code.op == EngineOp::kSegment) {
       const EngineSegment& segment = program_.segments[Index(code.operand)];
       const std::int32_t paced = timeline_.paced_by[Index(at_)];
-      if (segment.count > 0) {
+      if (segment.count > 0 && !internal::IsOthers(program_, step_, at_)) {
         const std::int32_t first = std::max(paced, 0);
         if (paced >= 0) begin = timeline_.issued_ns[Index(at_)].value + code.host_ns.value * (paced + 1);
         AddWork(code, program_.operators[Index(segment.first + first)].rest_ns.value, time_ - begin);
@@ -161,8 +163,23 @@ class Walk {
       at_ = collective;
       return;
     }
-    SHARDPLAN_ASSERT(timeline_.issued_ns[Index(at_)].value == time_, "something lets everything begin");
-    on_host_ = true;
+    if (timeline_.issued_ns[Index(at_)].value == time_) {
+      on_host_ = true;
+      return;
+    }
+    SHARDPLAN_ASSERT(!step_.owned.empty() && code.work == WorkClass::kCollective,
+                     "something lets everything begin");
+    WaitForOwners(before, collective);
+  }
+
+  // The collective could have begun when the last of these was there.
+  void WaitForOwners(std::int32_t before, std::int32_t collective) {
+    std::int64_t ready_ns = timeline_.issued_ns[Index(at_)].value;
+    if (before >= 0) ready_ns = std::max(ready_ns, End(before));
+    if (collective >= 0) ready_ns = std::max(ready_ns, End(collective));
+    Add(TimeCause::kOtherOwners, time_ - ready_ns);
+    time_ = ready_ns;
+    GoBack(Code(at_));
   }
 
   void AddWork(const EngineInstruction& code, std::int64_t alone_ns, std::int64_t elapsed_ns) {

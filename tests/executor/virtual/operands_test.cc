@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "replay/program.h"
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/verifier/verifier.h"
@@ -45,8 +46,10 @@ std::array<BufferRole, 2> RolesOf(InstructionKind kind) {
     case kReduceScatter:
       return {kReduceScatterInput, kReduceScatterOutput};
     case kUpdateCopyIn:
-    case kOrthogonalize:
     case kUpdateApply:
+      return {kUpdatePieces, kUpdatePieces};
+    case kOrthogonalize:
+      return {kUpdateWhole, kUpdateWhole};
     case kAllToAll:
       return {kUpdatePieces, kUpdateWhole};
     case kCompute:
@@ -68,6 +71,9 @@ std::array<BufferRole, 2> RolesOf(InstructionKind kind) {
   return {};
 }
 
+ExchangeId ExchangeOf(InstructionKind kind) { return DescriptionOf(kind).exchange ? 0 : -1; }
+std::int32_t MatrixOf(InstructionKind kind) { return kind == kOrthogonalize ? 0 : -1; }
+
 // One rank and one unit, whose pieces are therefore the whole; one of everything that an instruction may
 // name. Buffers 0 and 1 are on the device, 2 and 3 the same on the host.
 Plan PlanFor(InstructionKind kind) {
@@ -85,6 +91,8 @@ Plan PlanFor(InstructionKind kind) {
       buffer.parts_bytes = {Bytes{32}};
     }
   }
+  b.plan().exchanges = {
+      {.name = "exchange", .communicator = 0, .matrices = {{.unit = unit, .parameter = 0}}}};
   b.plan().cluster.name = "one";
   b.plan().cluster.ranks = 1;
   b.plan().cluster.device.memory_bytes = Bytes{1 << 20};
@@ -148,7 +156,9 @@ TEST_P(Operand, ThereMissingOrOfNothing) {
                      .dst = dst,
                      .event = event,
                      .communicator = communicator,
-                     .segment = segment});
+                     .segment = segment,
+                     .exchange = ExchangeOf(kind_),
+                     .matrix = MatrixOf(kind_)});
                 if (HasFailure()) return;
               }
             }
@@ -161,8 +171,16 @@ TEST_P(Operand, ThereMissingOrOfNothing) {
 }
 
 TEST_P(Operand, ThatFewInstructionsHave) {
-  Instruction whole = {
-      .kind = kind_, .stream = 0, .unit = 0, .src = 0, .dst = 1, .event = 0, .communicator = 0, .segment = 0};
+  Instruction whole = {.kind = kind_,
+                       .stream = 0,
+                       .unit = 0,
+                       .src = 0,
+                       .dst = 1,
+                       .event = 0,
+                       .communicator = 0,
+                       .segment = 0,
+                       .exchange = ExchangeOf(kind_),
+                       .matrix = MatrixOf(kind_)};
   Try(whole);
   ASSERT_EQ(verifies_, 1);
   const auto with = [&](auto change) {
@@ -176,6 +194,8 @@ TEST_P(Operand, ThatFewInstructionsHave) {
     with([&](Instruction& i) { i.parts = std::vector{id}; });
     with([&](Instruction& i) { i.parts = std::vector{0, id}; });
     with([&](Instruction& i) { i.safe_after = std::vector{id}; });
+    with([&](Instruction& i) { i.matrix = id; });
+    if (DescriptionOf(kind_).exchange) with([&](Instruction& i) { i.exchange = id; });
   }
   for (const double divisor : {-1.0, 0.0, 2.0}) {
     for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage}) {

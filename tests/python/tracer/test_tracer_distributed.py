@@ -70,7 +70,7 @@ def test_torchtitans_tensor_parallel_llama_has_the_flops_of_the_model(backend, t
     names = [event[1] for event in operators(cut)]
     # Attention and feed forward of 6 layers and the ends, forward and backward; three sums of the loss.
     assert sum(name in GATHERS for name in names) == sum(name in SCATTERS for name in names) == 2 * (2 * 6 + 1)
-    assert names.count("_c10d_functional.all_reduce") == 3
+    assert names.count("_c10d_functional.all_reduce_") == 3
     cut_along = {entry["fqn"]: entry["placements"] for entry in cut["parameters"]}
     assert cut_along["layers.0.attention.wo.weight"] == [{"mesh_dim": "tp", "size": TP, "dim": 1}]
     assert cut_along["norm.weight"] == [{"mesh_dim": "tp", "size": TP, "grad_partial": True}]
@@ -181,7 +181,7 @@ EXPECTED = {
     "coalesced": [c10d("allreduce_coalesced_", "all_reduce", 2 * WHOLE, 2 * WHOLE, 2 * WHOLE, (2, 2))],
     "barrier": [],
     "functional_all_gather": [functional("all_gather_into_tensor", *GATHER, work=0)],
-    "functional_all_reduce": [functional("all_reduce", *ALL_REDUCE, work=0)],
+    "functional_all_reduce": [functional("all_reduce_", *ALL_REDUCE, work=0)],
     "functional_send": [functional("isend", "send", WHOLE, WHOLE, 0, (1, 0), peer=1, work=0)],
     "functional_out": [functional("reduce_scatter_tensor_out", *SCATTER, work=0)],
     "differentiable_all_to_all": [c10d("alltoall_base_", *EXCHANGE)],
@@ -311,13 +311,30 @@ def test_a_collective_in_place_is_between_what_makes_its_tensor_and_what_follows
     assert reduced[8] == reduced[9] == scaled[8] + scaled[9]
 
 
+def test_a_functional_reduction_is_of_a_copy(doors):
+    copy, reduction = [event for event in operators(doors["functional_all_reduce"])][-2:]
+    assert copy[1] == "aten.clone" and copy[9] == reduction[8] == reduction[9] and copy[8] != copy[9]
+    assert (copy[5], copy[6]) == (WHOLE, WHOLE)
+
+
 def test_an_exchange_of_dtensor_takes_memory_for_this_ranks_part(tmp_path):
+    """Twice: blocks for the other ranks lie one behind the other, before or after."""
     trace = traced("columns_to_rows", tmp_path)
-    events = [event for entry in (*trace["forwards"], *trace["backwards"]) for event in entry["events"]]
-    exchanges = [event for event in events if event[0] == "op" and event[1] == "_dtensor.shard_dim_alltoall"]
-    assert len(exchanges) == 2, "forward and backward"
-    taken = {event[1]: event[2] for event in events if event[0] == "+"}
-    assert {taken[storage] for event in exchanges for storage in event[9]} == {8 * 16 * 4}
+    exchanges = 0
+    for entry in (*trace["forwards"], *trace["backwards"]):
+        events = entry["events"]
+        taken = {event[1]: event[2] for event in events if event[0] == "+"}
+        died = {event[1]: position for position, event in enumerate(events) if event[0] == "-"}
+        for position, event in enumerate(events):
+            if event[0] != "op" or event[1] != "_dtensor.shard_dim_alltoall":
+                continue
+            exchanges += 1
+            (sent,), (received,) = event[8], event[9]
+            copies = [e for e in events if e[0] == "op" and e[1] == "aten.contiguous"]
+            assert [e[9] for e in copies if e[9] == [sent]] or [e[8] for e in copies if e[8] == [received]]
+            assert {taken[storage] for storage in (sent, received) if storage in taken} == {8 * 16 * 4}
+            assert died.get(sent, position + 1) > position
+    assert exchanges == 2, "forward and backward"
 
 
 def test_a_backward_exchanges_its_gradient(tmp_path):

@@ -116,6 +116,8 @@ TEST(JsonSchema, FieldsNameTheKindsThatHaveThem) {
   const std::vector<std::pair<std::string, bool (*)(const InstructionDescription&)>> fields = {
       {"segment", [](const auto& is) { return is.segment; }},
       {"microbatch", [](const auto& is) { return Has(is.optional, OptionalField::kMicrobatch); }},
+      {"matrix", [](const auto& is) { return is.kind == InstructionKind::kOrthogonalize; }},
+      {"exchange", [](const auto& is) { return is.exchange; }},
       {"event", [](const auto& is) { return is.event; }},
       {"safe_after", [](const auto& is) { return Has(is.optional, OptionalField::kSafeAfter); }},
       {"parts", [](const auto& is) { return Has(is.optional, OptionalField::kParts); }},

@@ -29,6 +29,8 @@ std::string Operands(const InstructionDescription& is) {
   add(Has(is.dst), "dst");
   add(is.event, "event");
   add(is.communicator, "communicator");
+  add(is.exchange, "exchange");
+  add(is.kind == InstructionKind::kOrthogonalize, "matrix");
   for (std::size_t f = 0; f < kOptionalNames.size(); ++f) {
     add(Has(is.optional, static_cast<OptionalField>(f)), kOptionalNames[f]);
   }
@@ -68,8 +70,8 @@ constexpr std::array<std::string_view, 6> kMovements = {"",
                                                         "whole to slots",
                                                         "as it lies"};
 
-constexpr std::array<std::string_view, 6> kContents = {"parameters",  "gradients",          "optimizer",
-                                                       "activations", "what ranks compare", "module buffers"};
+constexpr std::array<std::string_view, 7> kContents = {
+    "parameters", "gradients", "optimizer", "updates", "activations", "what ranks compare", "module buffers"};
 constexpr std::array<std::string_view, 4> kArrangements = {"", "shard", "slots", "whole"};
 constexpr std::array<std::string_view, 10> kRoleDTypes = {"any",
                                                           "original",

@@ -399,7 +399,7 @@ class Reader {
     sums_[dst] = std::move(sum);
   }
 
-  // What a buffer of an exchange says of each matrix: an update, one at its owner, a result there, a result.
+  // A buffer of an exchange says of each matrix: an update, one at its owner, a result there, a result.
   enum class Word : std::uint8_t { kUpdate, kUpdateAtOwner, kResultAtOwner, kResult };
   using Words = std::map<std::int32_t, Word>;
 

@@ -71,6 +71,17 @@ std::string WhatIfText(const std::vector<WhatIf>& trials, Nanoseconds step) {
   return text;
 }
 
+std::string OwnersText(const EngineProgram& program) {
+  const OwnedTimes times = TimesOfOwners(program, program.steps.back());
+  if (times.matrices == 0) return {};
+  const Nanoseconds mean{times.in_all_ns.value / std::max<std::int64_t>(times.ranks, 1)};
+  return fmt::format(
+      "\nowners of matrices: {} matrices on {} of {} ranks; Newton-Schulz {:.3f} ms on the busiest, {:.3f} "
+      "ms "
+      "if all had the same\n",
+      times.matrices, times.owners, times.ranks, InMilliseconds(times.most_ns), InMilliseconds(mean));
+}
+
 }  // namespace
 
 Result<std::string> TimeText(const Plan& plan) {
@@ -81,7 +92,8 @@ Result<std::string> TimeText(const Plan& plan) {
   if (!path) return std::unexpected(path.error());
   const Result<std::vector<WhatIf>> trials = WithoutEach(plan, *program);
   if (!trials) return std::unexpected(trials.error());
-  return CausesText(*path) + LongestText(plan, *path) + WhatIfText(*trials, path->step_ns);
+  return CausesText(*path) + OwnersText(*program) + LongestText(plan, *path) +
+         WhatIfText(*trials, path->step_ns);
 }
 
 }  // namespace shardplan::cli

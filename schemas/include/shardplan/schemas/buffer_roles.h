@@ -208,6 +208,11 @@ constexpr bool IsOfExtension(BufferRole role) {
 constexpr bool IsActivation(BufferRole role) { return ContentOf(role) == RoleContent::kActivation; }
 constexpr bool IsOptimizerMemory(BufferRole role) { return ContentOf(role) == RoleContent::kState; }
 
+// Memory that the optimizer makes itself: also that of exchanges.
+constexpr bool IsOptimizersOwn(BufferRole role) {
+  return IsOptimizerMemory(role) || ContentOf(role) == RoleContent::kUpdate;
+}
+
 // Reduced gradients, those that the optimizer reads.
 constexpr bool IsFinalGradient(BufferRole role) {
   return ContentOf(role) == RoleContent::kGradient && LifetimeOf(role) == RoleLifetime::kState;

@@ -3,10 +3,10 @@
 // what lies where.
 //
 // [Note: pieces and wholes]
-// On a rank, update_pieces has by owner, and then in the exchange's order, the rows of each matrix that this
-// rank's shard holds, without padding. update_whole has by rank that they come from, and then in the same
-// order, the rows of the matrices that this rank owns: a matrix that is the only one of its owner is
-// contiguous. Two matrices a (owner 0) and b (owner 1) of four rows on two ranks:
+// On a rank, update_pieces has by owner the rows of each matrix that this rank's shard holds, without
+// padding. Then update_whole has by rank that they come from the rows of the matrices that this rank owns.
+// Both keep the exchange's order. So a matrix that is the only one of its owner is contiguous. Two matrices
+// of four rows on two ranks, a of owner 0 and b of owner 1:
 //
 //   rank 0   pieces  a[0:2] | b[0:2]     whole  a[0:2] | a[2:4]
 //   rank 1   pieces  a[2:4] | b[2:4]     whole  b[0:2] | b[2:4]
@@ -26,7 +26,7 @@ namespace shardplan {
 
 enum class ExchangeDirection : std::uint8_t { kToOwners, kToShards };
 
-// Of the parameter seen as [elements / columns, columns].
+// The parameter is seen as [elements / columns, columns].
 std::int64_t ColumnsOf(const UnitParameter& parameter);
 std::int64_t RowsOf(const UnitParameter& parameter, const ExchangedMatrix& matrix);
 std::vector<std::int64_t> ShapeOf(const Plan& plan, const ExchangedMatrix& matrix);
@@ -56,8 +56,9 @@ class ExchangeLayout {
   std::int64_t shards_ = 1;
 };
 
-// What the all_to_all of an exchange moves, as costs have it: what the first rank sends or receives, and the
-// most that any rank sends or receives over that, in millionths.
+// The all_to_all of an exchange, as costs have it. They take the tensor of a mean rank, of which all but the
+// rank's own part moves. `busiest_ppm` is the most that any rank sends or receives over that, in millionths.
+// A matrix that its owner has whole moves nothing.
 struct ExchangeTraffic {
   Bytes size_bytes;
   std::int64_t busiest_ppm = 1'000'000;
@@ -67,9 +68,9 @@ ExchangeTraffic TrafficOf(const Plan& plan, const Exchange& exchange, ExchangeDi
 ExchangeTraffic TrafficOf(const Plan& plan, const Instruction& all_to_all);
 ExchangeDirection DirectionOf(const Plan& plan, const Instruction& all_to_all);
 
-// kBadInput, with the parameter's FQN: a matrix that Muon does not step, that its parameter does not have or
-// has twice, that is not cut by rows over the exchange's ranks, an owner outside of the group, rows that no
-// matrix has, a parameter in two exchanges.
+// kBadInput, with the parameter's FQN: a matrix that Muon does not step, that is not cut by rows over the
+// exchange's ranks, or whose owner is outside of the group. Or rows of a parameter that no matrix or several
+// have, or a parameter in two exchanges.
 Status CheckExchanges(const Plan& plan);
 
 }  // namespace shardplan

@@ -237,7 +237,7 @@ std::vector<OptimizerShard> OptimizerShardsOf(const Unit& unit, std::int64_t ran
 // Requested sizes of the states of a shard that are in its own memory, in order of creation.
 std::vector<Bytes> OptimizerStates(const Optimizer& optimizer, const OptimizerShard& shard);
 
-// Of what follows, shards that Muon steps have none: segments and exchanges have their memory.
+// Temporaries below are without those of shards that Muon steps: segments and exchanges have them.
 //
 // Requested sizes of the temporaries of a step that are alive at the same time, where that is most; `shards`
 // in the optimizer's order. The Python of torch/optim/{adam,sgd,_adafactor}.py makes and drops them so.

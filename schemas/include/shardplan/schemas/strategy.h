@@ -260,8 +260,8 @@ struct Muon {
   bool nesterov = true;
   std::int32_t ns_steps = 5;        // Newton-Schulz iterations
   std::vector<MatrixRule> compute;  // matrices that none matches: sharded
-  // Patterns of the matrices that are exchanged together, in order. Those that none matches: one more, the
-  // last.
+  // Patterns of the matrices that are exchanged together, in order. Matrices that none matches are the last
+  // one.
   std::vector<std::vector<std::string>> buckets;
   // Exchanges as torchtitan 0.3.0's DistMuon has them: in the parameters' dtype, and momentum and parameters
   // are updated on the stream of the exchanges. Else they are in bfloat16, in which iterations begin and end,

@@ -250,16 +250,17 @@ using TraceEvent =
                  InputsGradDoneEvent, ParameterGradEvent, RecomputeEnterEvent, RecomputeExitEvent,
                  BackwardEndEvent, ReleaseEvent, CollectiveWaitEvent>;
 
-// What a stretch of compute does: operators, allocations and frees in host order.
+// A stretch of compute: operators, allocations and frees in host order.
 using SegmentEntry = std::variant<OperatorEvent, AllocateEvent, FreeEvent, CollectiveWaitEvent>;
 
 // [Note: matrix optimizers]
 // A matrix optimizer's step of one matrix that is cut along its first dimension over `ranks` ranks, as the
 // first of them runs it. DTensor decides by sizes, ranks, replicas, device and devices of a host which
 // collectives it needs, so the step is traced for each. Storages are its own (kOptimizerTemp); shards of
-// parameter, gradient and states have none. The communicator of a collective is one of these two.
+// parameter, gradient and states have none. The communicator of a collective is one of these.
 constexpr CommunicatorId kOfShards = -1;    // the ranks that the matrix is cut over
 constexpr CommunicatorId kOfReplicas = -2;  // ... that have the same rows (HSDP)
+constexpr CommunicatorId kOfBoth = -3;      // all of them together
 struct TracedOptimizerStep {
   OptimizerKind optimizer = OptimizerKind::kMuon;
   std::int64_t ranks = 1;           // 1: the whole matrix, a plain tensor

@@ -41,8 +41,9 @@ enum class TimeCause : std::uint8_t {
   kHostLink,
   kHostIssue,
   kHostWork,
+  kOtherOwners,  // a collective waits for ranks that own more
 };
-inline constexpr std::size_t kTimeCauses = static_cast<std::size_t>(TimeCause::kHostWork) + 1;
+inline constexpr std::size_t kTimeCauses = static_cast<std::size_t>(TimeCause::kOtherOwners) + 1;
 std::string_view Name(TimeCause cause);
 
 struct PathPart {

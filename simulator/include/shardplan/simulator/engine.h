@@ -249,6 +249,17 @@ struct RunOptions {
 Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline,
                              const RunOptions& options = {});
 
+// Newton-Schulz iterations by owner, alone on the device. The owners of several groups of ranks are counted
+// together.
+struct OwnedTimes {
+  std::int64_t matrices = 0;
+  std::int64_t owners = 0;  // that have one
+  std::int64_t ranks = 0;   // of the largest group
+  Nanoseconds most_ns;
+  Nanoseconds in_all_ns;
+};
+OwnedTimes TimesOfOwners(const EngineProgram& program, const EngineStep& step);
+
 // A step with every rank simulated by itself: slow ranks, chance, and what the others wait for them
 // (docs/internals/simulator.md, "Ranks apart").
 

@@ -262,6 +262,44 @@ def hidden(func, args: tuple):
     return None if definition is None else definition._init_fn
 
 
+def composed(func, args: tuple):
+    """The operators that a device runs for a functional collective, in place of it; None: the collective alone.
+
+    Functional.cpp of torch/csrc/distributed/c10d copies a tensor and reduces or broadcasts the copy. An exchange of
+    dimensions is one of blocks that lie one behind the other: it copies the tensor before or after.
+    """
+    name = func._overloadpacket.__name__
+    if func.namespace == _WAITS_ITSELF and name == "shard_dim_alltoall" and args[1] != args[2]:
+        return _exchange_dimensions
+    return _COPY_FIRST.get(name) if func.namespace == "_c10d_functional" else None
+
+
+def _in_a_copy(name: str):
+    def run(tensor, *args, **kwargs):
+        in_place = getattr(torch.ops._c10d_functional, name)
+        return in_place(tensor.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+
+    return run
+
+
+_COPY_FIRST = {"all_reduce": _in_a_copy("all_reduce_"), "broadcast": _in_a_copy("broadcast_")}
+
+
+def _exchange_dimensions(tensor, gather_dim: int, shard_dim: int, group):
+    exchange = torch.ops._dtensor.shard_dim_alltoall
+    members = group_of(exchange.default, (tensor, gather_dim, shard_dim, group), {}).size()
+    blocks = list(tensor.shape)
+    blocks[shard_dim : shard_dim + 1] = [members, blocks[shard_dim] // members]
+    sent = tensor.view(blocks).movedim(shard_dim, 0).contiguous()
+    received = exchange(sent, 0, 0, group)  # of the blocks
+    result = received.movedim(0, gather_dim).contiguous()
+    del received  # before `sent`, as the device's code does
+    shape = list(tensor.shape)
+    shape[shard_dim] //= members
+    shape[gather_dim] *= members
+    return result.view(shape)
+
+
 def of_its_own(func, out):
     """The result in memory of its own, as on a device. The fake kernel of DTensor's all-to-all gathers the whole, and
     may give a view of this rank's part (torch/distributed/tensor/_collective_utils.py)."""

@@ -9,6 +9,7 @@ itself runs here: its optimizer on DTensors of fake tensors, in a fake process g
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import unittest.mock
 import warnings
@@ -31,6 +32,9 @@ from shardplan.tracer.shape_propagation import unrecorded_shapes
 ROLE = "optimizer_temp"
 PARTS = ("update", "orthogonalize", "apply")
 NS_STEPS = 5  # torch.optim.Muon's default
+# DTensor remembers its choices by mesh, names included, and the process group with them. A mesh of other hosts, or of a
+# group that has ended, has to be another one.
+_meshes = itertools.count()
 _ORTHOGONALIZE = "_zeropower_via_newtonschulz"  # torch's function between the other two parts
 
 
@@ -123,7 +127,7 @@ class _Numbers:
 
     @staticmethod
     def behind(trace: dict) -> _Numbers:
-        """Those behind the numbers that the trace has so far."""
+        """Numbers behind those that the trace has so far."""
         events = [e for kind in ("forwards", "backwards") for p in trace.get(kind, ()) for e in p["events"]]
         resident = [entry.get("storage", -1) for kind in ("inputs", "buffers") for entry in trace.get(kind, ())]
         storages = max([*(e[1] for e in events if e[0] == "+"), *resident], default=-1)
@@ -158,28 +162,33 @@ class _Numbers:
 
 
 def _check_ends(storages: list[StorageRecord], place: str) -> None:
-    """What lives on is no temporary of the step."""
+    """A storage that lives on is no temporary of the step."""
     kept = [s for s in storages if s.died is None or s.phase == "before"]
     if kept:
         raise TracerError(f"{place} keeps {len(kept)} tensors, the first of {kept[0].size_bytes} bytes: expected none")
 
 
 class _Groups:
-    """Communicators of a step: -1 the ranks that the parameter is cut over, -2 its replicas."""
+    """Communicators of a step: -1 the ranks that the parameter is cut over, -2 its replicas, -3 both together.
 
-    def __init__(self, mesh) -> None:
-        self._names = [mesh.get_group(dimension).group_name for dimension in reversed(range(mesh.ndim))] if mesh else []
+    A group is known by its ranks: DTensor keeps its choices, and with them groups of equal meshes before.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        shards, replicas = range(ranks.shards), range(0, ranks.shards * ranks.replicas, ranks.shards)
+        self._communicators = {tuple(range(ranks.shards * ranks.replicas)): -3, tuple(replicas): -2, tuple(shards): -1}
 
     def of_group(self, group, _exchanges: bool) -> int:
-        if group.group_name not in self._names:
+        communicator = self._communicators.get(tuple(torch.distributed.get_process_group_ranks(group)))
+        if communicator is None:
             raise CollectiveProblem("a collective among ranks that are no dimension of the mesh")
-        return -1 - self._names.index(group.group_name)
+        return communicator
 
 
 def _record(matrix: Matrix, ranks: Ranks, options: MuonOptions) -> tuple[Recorder, list[int]]:
     """The events, and the numbers of those before the second and the third part."""
     mesh = _mesh(ranks, options)
-    recorder = Recorder(communicators=_Groups(mesh))
+    recorder = Recorder(communicators=_Groups(ranks))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(unittest.mock.patch.object(torch.cuda, "device_count", lambda: options.devices_per_host))
@@ -231,8 +240,7 @@ def _mesh(ranks: Ranks, options: MuonOptions):
 
     join_fake_group(ranks.shards * ranks.replicas)
     numbers = torch.arange(ranks.shards * ranks.replicas, dtype=torch.int).view(ranks.replicas, ranks.shards)
-    # DTensor keeps its choices by mesh, names included: a mesh of other hosts has to have another name.
-    names = ("replicate", f"shard over {options.named}")
+    names = ("replicate", f"shard_{next(_meshes)}")
     if ranks.replicas == 1:
         return DeviceMesh("cpu", numbers[0], mesh_dim_names=names[1:])
     return DeviceMesh("cpu", numbers, mesh_dim_names=names)

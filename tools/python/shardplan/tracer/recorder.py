@@ -424,9 +424,9 @@ class Recorder(TorchDispatchMode):
         return watched(self.exchanges, self.waited)
 
     def _code_that_communicates(self, func, args: tuple):
-        if func.namespace in _OF_TORCH or collectives.is_collective(func):
+        if func.namespace in _OF_TORCH:
             return None
-        return collectives.hidden(func, args)
+        return (collectives.composed if collectives.is_collective(func) else collectives.hidden)(func, args)
 
     def waited(self, issued: list) -> None:
         """Collectives are waited for."""

@@ -1,0 +1,432 @@
+// SPDX-License-Identifier: Apache-2.0
+// Muon: which parameters, whose owners, what is exchanged, how long it takes.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <queue>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+
+#include "policy/matrix_owners.h"
+#include "shardplan/planner/optimize.h"
+#include "shardplan/planner/planner.h"
+#include "shardplan/schemas/exchanges.h"
+#include "shardplan/simulator/cost_model.h"
+#include "shardplan/simulator/engine.h"
+#include "shardplan/simulator/lower_bound.h"
+#include "shardplan/verifier/verifier.h"
+#include "tests/planner/bound_cases.h"
+#include "tests/planner/synthetic.h"
+
+namespace shardplan {
+namespace {
+
+// Kernels and links take about as long as each other.
+Cluster BalancedOf(std::int64_t ranks) { return testing::BalancedCluster(ranks, 2, 4'000'000'000); }
+
+Plan MuonPlanOf(const Trace& trace, const Strategy& strategy, std::int64_t ranks = 2) {
+  Result<PlannerOutput> planned = MakePlan(trace, strategy, BalancedOf(ranks));
+  if (!planned) ADD_FAILURE() << ToString(planned.error());
+  return planned ? std::move(planned->plan) : Plan{};
+}
+
+constexpr std::int64_t kFlopsOfIterations = 40'000'000;
+
+// A step of one product, which on several ranks is gathered first.
+TracedOptimizerStep TracedStepOf(const std::vector<std::int64_t>& shape, std::int64_t ranks,
+                                 std::int64_t replicas, StorageId& next) {
+  TracedOptimizerStep step{.ranks = ranks, .replicas = replicas, .shape = shape};
+  const StorageId update = next++, result = next++;
+  const Bytes bytes{shape[0] * shape[1] * 2};
+  step.update = {AllocateEvent{update, bytes, StorageRole::kOptimizerTemp}};
+  OperatorEvent gather{.name = "c10d.all_gather", .dtype = DType::kBFloat16, .reads = {update}};
+  gather.collective =
+      ModelCollective{.kind = CollectiveKind::kAllGather, .communicator = kOfShards, .size_bytes = bytes};
+  if (ranks > 1) step.orthogonalize.emplace_back(gather);
+  step.orthogonalize.emplace_back(AllocateEvent{result, bytes, StorageRole::kOptimizerTemp});
+  step.orthogonalize.emplace_back(OperatorEvent{.name = "aten.mm",
+                                                .dtype = DType::kBFloat16,
+                                                .flops = kFlopsOfIterations * shape[0],
+                                                .bytes_read = bytes,
+                                                .bytes_written = bytes,
+                                                .reads = {update},
+                                                .writes = {result}});
+  step.apply = {FreeEvent{update}, FreeEvent{result}};
+  return step;
+}
+
+// Steps of every matrix on one rank and on these.
+void AddMuon(Trace& trace, const std::vector<std::pair<std::int64_t, std::int64_t>>& ranks) {
+  StorageId next = 1 << 20;
+  std::set<std::vector<std::int64_t>> known;
+  for (const Parameter& parameter : trace.parameters) {
+    if (parameter.shape.size() < 2) continue;
+    const std::vector<std::int64_t> shape(parameter.shape.end() - 2, parameter.shape.end());
+    if (!known.insert(shape).second) continue;
+    trace.optimizer_steps.push_back(TracedStepOf(shape, 1, 1, next));
+    for (const auto& [shards, replicas] : ranks) {
+      if (shape[0] >= shards) trace.optimizer_steps.push_back(TracedStepOf(shape, shards, replicas, next));
+    }
+  }
+}
+
+Trace MuonModel(int layers, std::int64_t rows = 64) {
+  testing::TreeModule list{.name = "layers", .class_name = "ModuleList"};
+  for (int i = 0; i < layers; ++i) {
+    list.children.push_back(
+        {.name = std::to_string(i),
+         .class_name = "Block",
+         .children = {{.name = "norm", .class_name = "Norm", .parameters = {{rows}}},
+                      {.name = "up", .class_name = "Linear", .parameters = {{3 * rows, 32}}},
+                      {.name = "down", .class_name = "Linear", .parameters = {{rows, 32}}}}});
+  }
+  return testing::TraceOf(
+      {.name = "",
+       .children = {{.name = "embed", .class_name = "Embedding", .parameters = {{2 * rows, 32}}},
+                    list,
+                    {.name = "lm_head", .class_name = "Linear", .parameters = {{2 * rows, 32}}}}});
+}
+
+Strategy WithMuon(Muon muon = {}) { return {.optimizer = {.muon = std::move(muon)}}; }
+Strategy ByOwners(bool over_replicas = false) {
+  return WithMuon({.compute = {{.over_replicas = over_replicas}}});
+}
+
+std::string MuonErrorOf(const Trace& trace, const Strategy& strategy, std::int64_t ranks = 2) {
+  const Result<PlannerOutput> planned = MakePlan(trace, strategy, BalancedOf(ranks));
+  return planned ? "" : ToString(planned.error());
+}
+
+// ---- owners ----
+
+// torchtitan's heap of (work, bytes, work in all, rank), popped and pushed.
+TEST(MuonOwners, AreThoseOfDistMuonsHeap) {
+  for (std::uint64_t seed = 1; seed <= 500; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto ranks = static_cast<std::size_t>(1 + random() % 9);
+    std::vector<std::int64_t> earlier(ranks, 0), by_heap(ranks, 0);
+    for (int exchange = 0; exchange < 3; ++exchange) {
+      std::vector<MatrixLoad> loads(1 + random() % 20);
+      for (std::size_t m = 0; m < loads.size(); ++m) {
+        loads[m] = {static_cast<std::int64_t>(random() % 4),
+                    static_cast<std::int64_t>(random() % 3),
+                    fmt::format("m{}", random() % 7 * 100 + m),
+                    {}};
+      }
+      using Entry = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int32_t>;
+      std::priority_queue<Entry, std::vector<Entry>, std::greater<>> heap;
+      for (std::size_t r = 0; r < ranks; ++r) heap.emplace(0, 0, by_heap[r], static_cast<std::int32_t>(r));
+      std::vector<std::tuple<std::int64_t, std::int64_t, std::string, std::size_t>> sorted;
+      for (std::size_t m = 0; m < loads.size(); ++m)
+        sorted.emplace_back(-loads[m].work, -loads[m].bytes, loads[m].name, m);
+      std::ranges::sort(sorted);
+      std::vector<std::int32_t> expected(loads.size());
+      for (const auto& [work, bytes, name, m] : sorted) {
+        const auto [current, current_bytes, all, rank] = heap.top();
+        heap.pop();
+        expected[m] = rank;
+        heap.emplace(current - work, current_bytes - bytes, all - work, rank);
+      }
+      while (!heap.empty()) {
+        by_heap[static_cast<std::size_t>(std::get<3>(heap.top()))] = std::get<2>(heap.top());
+        heap.pop();
+      }
+      ASSERT_EQ(AssignOwners(loads, earlier), expected);
+      ASSERT_EQ(earlier, by_heap);
+    }
+  }
+}
+
+TEST(MuonOwners, StayWhereTheyMayBe) {
+  std::vector<std::int64_t> earlier(4, 0);
+  const std::vector<MatrixLoad> loads = {
+      {5, 1, "a", {3}}, {4, 1, "b", {3}}, {1, 1, "c", {}}, {9, 1, "d", {1, 3}}};
+  EXPECT_EQ(AssignOwners(loads, earlier), (std::vector<std::int32_t>{3, 3, 0, 1}));
+  EXPECT_EQ(earlier, (std::vector<std::int64_t>{1, 9, 0, 9}));
+}
+
+TEST(MuonOwners, WorkIsOfTheThreeProducts) {
+  EXPECT_EQ(NewtonSchulzWork(3, 7, 2), 2 * (2 * 3 * 3 * 7 + 3 * 3 * 3));
+  EXPECT_EQ(NewtonSchulzWork(7, 3, 2), NewtonSchulzWork(3, 7, 2));
+}
+
+// ---- layouts ----
+
+// The rank and place of each row as a list, in place of offsets.
+TEST(Exchanges, PiecesAndWholesHaveEachRowOnce) {
+  for (std::uint64_t seed = 1; seed <= 200; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto shards = static_cast<std::int64_t>(1 + random() % 5),
+               replicas = static_cast<std::int64_t>(1 + random() % 3);
+    Plan plan;
+    plan.communicators = {{"shard", shards, 1}, {"all", shards * replicas, 1}};
+    Exchange exchange{.name = "e", .communicator = 1};
+    std::vector<std::vector<std::vector<int>>> rows_of;  // by matrix and shard: rows
+    for (int u = 0; u < 3; ++u) {
+      Unit unit{.fqn = fmt::format("u{}", u), .shard_communicator = 0};
+      const bool batch = random() % 2 == 0;
+      const auto first = static_cast<std::int64_t>(1 + random() % 7),
+                 inner = static_cast<std::int64_t>(1 + random() % 4);
+      UnitParameter parameter{.fqn = unit.fqn + ".w", .muon = true};
+      parameter.shape =
+          batch ? std::vector<std::int64_t>{first, inner, 2} : std::vector<std::int64_t>{first, 2};
+      unit.parameters = {parameter};
+      plan.units.push_back(unit);
+      const std::int64_t rows_of_first = batch ? inner : 1;
+      for (std::int64_t m = 0; m < (batch ? first : 1); ++m) {
+        exchange.matrices.push_back(
+            {.unit = u,
+             .parameter = 0,
+             .first_row = batch ? m * inner : 0,
+             .rows = batch ? inner : 0,
+             .owner = static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(shards * replicas))});
+        std::vector<std::vector<int>>& by_shard = rows_of.emplace_back(static_cast<std::size_t>(shards));
+        // torch.chunk along the first dimension.
+        const std::int64_t chunk = (first + shards - 1) / shards;
+        for (std::int64_t row = 0; row < first * rows_of_first; ++row) {
+          if (batch && row / inner != m) continue;
+          by_shard[static_cast<std::size_t>(row / rows_of_first / chunk)].push_back(static_cast<int>(row));
+        }
+      }
+    }
+    plan.exchanges = {exchange};
+    ASSERT_TRUE(CheckExchanges(plan).has_value()) << ToString(CheckExchanges(plan).error());
+    const ExchangeLayout layout(plan, plan.exchanges[0]);
+    std::vector<std::int64_t> whole(static_cast<std::size_t>(shards * replicas), 0);
+    for (std::int64_t rank = 0; rank < shards * replicas; ++rank) {
+      std::int64_t pieces = 0;
+      std::map<std::int64_t, std::int64_t> there, back;
+      for (std::size_t m = 0; m < rows_of.size(); ++m) {
+        const auto numel =
+            static_cast<std::int64_t>(rows_of[m][static_cast<std::size_t>(rank % shards)].size()) * 2;
+        const std::int64_t owner = plan.exchanges[0].matrices[m].owner;
+        pieces += numel;
+        if (rank / shards == owner / shards) there[owner] += numel;
+        back[owner] += numel;
+        if (rank / shards == owner / shards) whole[static_cast<std::size_t>(owner)] += numel;
+      }
+      ASSERT_EQ(layout.PiecesNumel(rank), pieces);
+      for (std::int64_t other = 0; other < shards * replicas; ++other) {
+        ASSERT_EQ(layout.SentNumel(ExchangeDirection::kToOwners, rank, other), there[other]);
+        ASSERT_EQ(layout.SentNumel(ExchangeDirection::kToShards, other, rank), back[other]);
+      }
+    }
+    for (std::int64_t rank = 0; rank < shards * replicas; ++rank)
+      ASSERT_EQ(layout.WholeNumel(rank), whole[static_cast<std::size_t>(rank)]);
+    for (const auto direction : {ExchangeDirection::kToOwners, ExchangeDirection::kToShards}) {
+      // The busiest rank moves what costs say: its part of the tensor apart.
+      std::int64_t most = 0;
+      for (std::int64_t rank = 0; rank < shards * replicas; ++rank) {
+        std::int64_t sent = 0, received = 0;
+        for (std::int64_t other = 0; other < shards * replicas; ++other) {
+          if (other == rank) continue;
+          sent += layout.SentNumel(direction, rank, other);
+          received += layout.SentNumel(direction, other, rank);
+        }
+        most = std::max({most, sent, received});
+      }
+      const ExchangeTraffic traffic = TrafficOf(plan, plan.exchanges[0], direction);
+      const double ranks = static_cast<double>(shards * replicas);
+      const double moved = static_cast<double>(traffic.size_bytes.value) *
+                           static_cast<double>(traffic.busiest_ppm) / 1e6 * (ranks - 1) / ranks;
+      ASSERT_NEAR(moved, 2.0 * static_cast<double>(most), 2.0) << "bytes of bfloat16";
+    }
+  }
+}
+
+// ---- plans ----
+
+TEST(MuonPlans, OfEveryWayVerifyAndStepEachParameterOnce) {
+  for (const std::int64_t replicas : {1, 2}) {
+    for (const char* way : {"sharded", "owned", "over replicas", "dist_muon", "buckets", "blocks"}) {
+      SCOPED_TRACE(fmt::format("{} replicas, {}", replicas, way));
+      Trace trace = MuonModel(3);
+      AddMuon(trace, {{2, replicas}});
+      StorageId next = 2 << 20;
+      trace.optimizer_steps.push_back(TracedStepOf({16, 32}, 1, 1, next));
+      Muon muon;
+      const std::string named = way;
+      if (named != "sharded") muon.compute = {{.over_replicas = named == "over replicas"}};
+      muon.dist_muon = named == "dist_muon";
+      if (named == "buckets") muon.buckets = {{"layers.2.*.*"}, {"layers.0.*.*"}};
+      if (named == "blocks") muon.compute = {{.parameters = {"layers.*.up.*"}, .block_rows = 16}, {}};
+      Strategy strategy = WithMuon(muon);
+      if (replicas > 1) strategy.mesh = {{"replicate", replicas}, {"shard", 2}};
+      const Plan plan = MuonPlanOf(trace, strategy, 2 * replicas);
+      ASSERT_FALSE(plan.steps.empty());
+      EXPECT_TRUE(Verify(plan).empty());
+      EXPECT_EQ(std::ssize(plan.exchanges), named == "sharded" ? 0 : named == "buckets" ? 3 : 1);
+      std::map<std::string, int> stepped;
+      for (const Trigger& trigger : plan.steps.back().triggers) {
+        for (const Instruction& i : trigger.instructions) {
+          if (i.kind == InstructionKind::kOptimizerStep && i.parameter >= 0)
+            ++stepped[plan.units[i.unit].parameters[i.parameter].fqn];
+          if (i.kind != InstructionKind::kUpdateApply) continue;
+          std::set<std::string> once;
+          for (const ExchangedMatrix& matrix : plan.exchanges[i.exchange].matrices)
+            once.insert(plan.units[matrix.unit].parameters[matrix.parameter].fqn);
+          for (const std::string& fqn : once) ++stepped[fqn];
+        }
+      }
+      std::map<std::string, int> expected;
+      for (const Unit& unit : plan.units) {
+        for (const UnitParameter& parameter : unit.parameters) {
+          EXPECT_EQ(parameter.muon, parameter.shape.size() == 2 && parameter.fqn.starts_with("layers."))
+              << parameter.fqn;
+          if (parameter.muon) expected[parameter.fqn] = 1;
+        }
+      }
+      EXPECT_EQ(stepped, expected);
+    }
+  }
+}
+
+TEST(MuonPlans, ExpertsStayWhereTheyAreWhole) {
+  Trace trace = MuonModel(1);
+  for (Parameter& parameter : trace.parameters) {
+    if (parameter.fqn == "layers.0.up.weight" || parameter.shape == std::vector<std::int64_t>{192, 32})
+      parameter.shape = {4, 48, 32};
+  }
+  AddMuon(trace, {});
+  const Plan plan = MuonPlanOf(trace, ByOwners(), 2);
+  ASSERT_EQ(plan.exchanges.size(), 1);
+  std::vector<std::int32_t> owners;
+  for (const ExchangedMatrix& matrix : plan.exchanges[0].matrices) {
+    if (matrix.rows > 0) owners.push_back(matrix.owner);
+  }
+  EXPECT_EQ(owners, (std::vector<std::int32_t>{0, 0, 1, 1}));
+}
+
+TEST(MuonPlans, OneRankHasNothingToExchange) {
+  Trace trace = MuonModel(2);
+  AddMuon(trace, {});
+  const Plan plan = MuonPlanOf(trace, ByOwners(), 1);
+  EXPECT_TRUE(plan.exchanges.empty());
+  EXPECT_TRUE(Verify(plan).empty());
+}
+
+TEST(MuonPlans, ErrorsNameTheParameter) {
+  Trace trace = MuonModel(2);
+  AddMuon(trace, {{2, 1}});
+  const auto expect = [&](Muon muon, const std::string& part, std::int64_t ranks = 2) {
+    const std::string error = MuonErrorOf(trace, WithMuon(std::move(muon)), ranks);
+    EXPECT_NE(error.find(part), std::string::npos) << "found: " << error << "\nexpected: " << part;
+  };
+  const std::string up = trace.parameters[2].fqn, norm = trace.parameters[1].fqn;
+  ASSERT_EQ(trace.parameters[1].shape.size(), 1);
+  expect({.matrices = {"nothing.*"}}, "no parameter has this name (found nothing.*");
+  expect({.matrices = {norm}}, norm + " is no matrix that Muon can step (found 1 dimension");
+  expect({.compute = {{.parameters = {up}}, {.parameters = {"layers.*.*.*"}}}}, up + " is under two rules");
+  expect({.compute = {{}, {}}}, "two rules are for all the rest");
+  expect({.compute = {{}}, .buckets = {{up}, {"layers.0.*.*"}}}, up + " is in two buckets");
+  expect({.compute = {{.parameters = {up}, .owner = 2}}},
+         up + " has an owner outside of the mesh (found 2, expected 0 to 1");
+  expect({.compute = {{.parameters = {up}, .block_rows = 5}}}, up + " does not divide into blocks of rows");
+  expect({.ns_steps = 3}, "the trace has no step of Muon for " + up);
+  expect({}, "the trace has no step of Muon for " + up + ": record it with `shardplan trace --muon 4`", 4);
+  expect({}, up + " has fewer rows than ranks", 256);
+  Strategy strategy = ByOwners();
+  strategy.cpu_offload = true;
+  EXPECT_NE(MuonErrorOf(trace, strategy).find(up + " lives in host memory"), std::string::npos)
+      << MuonErrorOf(trace, strategy);
+  strategy = ByOwners();
+  strategy.fsdp2.shard_dims = {{.parameters = {up}, .dim = 1}};
+  EXPECT_NE(MuonErrorOf(trace, strategy).find(up + " is not cut by rows (found Shard(1)"), std::string::npos)
+      << MuonErrorOf(trace, strategy);
+  strategy = ByOwners();
+  strategy.policy = "fsdp1";
+  EXPECT_NE(MuonErrorOf(trace, strategy).find("/optimizer/muon"), std::string::npos)
+      << MuonErrorOf(trace, strategy);
+}
+
+// ---- time ----
+
+Nanoseconds MuonStepTime(const Plan& plan) {
+  const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *MakeCostModel(plan.cluster));
+  EXPECT_TRUE(program.has_value()) << ToString(program.error());
+  const Result<EngineResult> run =
+      RunStep(*program, static_cast<std::int32_t>(program->steps.size()) - 1, nullptr);
+  EXPECT_TRUE(run.has_value()) << ToString(run.error());
+  return run->end_ns;
+}
+
+// The rank that stands for all is as it is among all of them.
+TEST(MuonTime, OfTheBusiestOwnerIsThatAmongAllRanks) {
+  for (std::uint64_t seed = 1; seed <= 60; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto shards = static_cast<std::int64_t>(2 + random() % 4),
+               replicas = static_cast<std::int64_t>(1 + random() % 2);
+    Trace trace =
+        MuonModel(1 + static_cast<int>(random() % 4), 16 * static_cast<std::int64_t>(1 + random() % 5));
+    AddMuon(trace, {});
+    Strategy strategy = ByOwners(random() % 2 == 0);
+    if (random() % 2 == 0) strategy.optimizer.muon->buckets = {{"layers.0.*.*"}, {"layers.1.*.*"}};
+    if (strategy.optimizer.muon->buckets.size() > 1 && trace.parameters.size() < 7)
+      strategy.optimizer.muon->buckets = {};
+    strategy.mesh = {{"replicate", replicas}, {"shard", shards}};
+    const Plan plan = MuonPlanOf(trace, strategy, shards * replicas);
+    ASSERT_FALSE(plan.steps.empty());
+    const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *MakeCostModel(plan.cluster));
+    ASSERT_TRUE(program.has_value());
+    const Result<RanksApart> apart = RunRanksApart(plan, *program, {});
+    ASSERT_TRUE(apart.has_value()) << ToString(apart.error());
+    EXPECT_EQ(MuonStepTime(plan), apart->ranks[static_cast<std::size_t>(program->rank)].end_ns);
+    EXPECT_LE(MuonStepTime(plan), apart->step_ns);
+  }
+}
+
+// Two ranks own a matrix each, of which one takes three times as long: the step is the slower owner's.
+TEST(MuonTime, IsThatOfTheSlowestOwner) {
+  Trace trace = MuonModel(1);
+  AddMuon(trace, {});
+  Strategy strategy = ByOwners();
+  const Nanoseconds apart = MuonStepTime(MuonPlanOf(trace, strategy));
+  strategy.optimizer.muon->compute[0].owner = 0;
+  const Nanoseconds together = MuonStepTime(MuonPlanOf(trace, strategy));
+  EXPECT_GT(together, apart);
+}
+
+// ---- the optimising planner ----
+
+TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
+  for (const std::int64_t replicas : {1, 2}) {
+    SCOPED_TRACE(fmt::format("{} replicas", replicas));
+    Trace trace = MuonModel(3);
+    AddMuon(trace, {{4 / replicas, replicas}});
+    Strategy strategy = WithMuon();
+    strategy.mesh = {{"replicate", replicas}, {"shard", 4 / replicas}};
+    const Cluster cluster = BalancedOf(4);
+    const Result<OptimizeOutput> output =
+        Optimize(trace, strategy, cluster, {.budget = testing::kLoose, .time_limit_ns = {0}, .threads = 2});
+    ASSERT_TRUE(output.has_value()) << ToString(output.error());
+    EXPECT_TRUE(Verify(output->plan).empty());
+    const Nanoseconds found = MuonStepTime(output->plan);
+    EXPECT_GE(found, output->report.lower_bound_ns);
+    Muon all_on_one{.compute = {{.owner = 0}}};
+    Muon dist_muon{.compute = {{}}, .buckets = {{"layers.0.*.*"}, {"layers.1.*.*"}}, .dist_muon = true};
+    for (const Muon& muon : {Muon{}, all_on_one, dist_muon}) {
+      Strategy other = strategy;
+      other.optimizer.muon = muon;
+      const Result<PlannerOutput> planned = MakePlan(trace, other, cluster);
+      ASSERT_TRUE(planned.has_value()) << ToString(planned.error());
+      EXPECT_LE(found, MuonStepTime(planned->plan));
+    }
+    const auto owners = std::ranges::find(output->report.decisions, "owners", &DecisionReport::decision);
+    ASSERT_NE(owners, output->report.decisions.end());
+    EXPECT_NE(owners->chosen, "torch.optim.Muon on shards");
+    ASSERT_TRUE(output->certificate.has_value())
+        << (output->report.notes.empty() ? "" : output->report.notes.front());
+    const Status checked = CheckCertificate(trace, output->plan, *output->certificate);
+    EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
+  }
+}
+
+}  // namespace
+}  // namespace shardplan
