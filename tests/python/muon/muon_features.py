@@ -187,7 +187,7 @@ def beside_torch_on_fsdp2(ranks: int) -> str:
 
 
 def in_training(ranks: int) -> str:
-    """A model that sp.auto has set up, with two micro-batches, clipped gradients and AdamW for the rest, next to FSDP2 with
+    """A model that follows a plan of sp.auto, with two micro-batches, clipped gradients and AdamW for the rest, next to FSDP2 with
     the same two optimizers."""
     import shardplan.torch as sp
     from torch.distributed.fsdp import fully_shard
@@ -231,8 +231,29 @@ def in_training(ranks: int) -> str:
     return "" if all(equal) else f"differ: {equal}"
 
 
+def without_owner(ranks: int) -> str:
+    """A matrix that stays sharded is stepped by torch on DTensors, beside one that is exchanged."""
+    import shardplan.torch as sp
+
+    shapes = units({"wide": (64, 192), "square": (64, 64)})
+    planned = document(shapes, ranks)
+    planned["exchanges"][0]["matrices"] = planned["exchanges"][0]["matrices"][:1]
+    instructions = planned["steps"][0]["triggers"][1]["instructions"]
+    instructions[:] = [line for line in instructions if line["kind"] != "orthogonalize" or line["matrix"] == 0]
+    instructions.insert(0, {"kind": "optimizer_step", "stream": "compute", "unit": "layer0", "parameter": 1})
+    ours, theirs = (sharded(shapes, FLOAT, make_mesh(1, ranks)) for _ in range(2))
+    muon = sp.Muon(ours, plan=written(planned, ranks), lr=0.02)
+    train(ours, muon, range(2))
+    torchs = torch.optim.Muon([theirs.layer0.square], lr=0.02)
+    train(theirs, torchs, range(2))
+    if not torch.equal(ours.layer0.square.to_local(), theirs.layer0.square.to_local()):
+        return "the sharded matrix"
+    parameters, momenta = in_one_process(units({"wide": (64, 192)}), FLOAT, 2, {"lr": 0.02}, {})
+    return difference(muon, ours, parameters, momenta)
+
+
 FEATURES = (
-    groups_and_scheduler, closure, versions, state_dicts, tied, beside_torch_on_fsdp2, in_training,
+    without_owner, groups_and_scheduler, closure, versions, state_dicts, tied, beside_torch_on_fsdp2, in_training,
 )
 
 

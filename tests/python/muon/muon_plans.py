@@ -113,7 +113,7 @@ def document(
     described = [
         {
             "fqn": name, "modules": [name], "shard_communicator": "shard",
-            "parameters": [{"fqn": fqn, "shape": list(shape), "dtype": "float32"} for fqn, shape in of_unit.items()],
+            "parameters": [{"fqn": fqn, "shape": list(shape), "muon": True} for fqn, shape in of_unit.items()],
         }
         for name, of_unit in units.items()
     ]
