@@ -248,7 +248,7 @@ Status FillerModel::Compute(const executor::ComputeCall& call) {
   return {};
 }
 
-// What the rank has of the exchange's parameters in buffers of a role, each parameter once.
+// The rank's shards of the exchange's parameters in buffers of a role, each parameter once.
 std::vector<at::Tensor> FillerModel::ShardsOf(const Exchange& exchange, BufferRole role) {
   std::set<std::pair<UnitId, std::int32_t>> of;
   for (const ExchangedMatrix& matrix : exchange.matrices) of.emplace(matrix.unit, matrix.parameter);
@@ -266,7 +266,7 @@ std::vector<at::Tensor> FillerModel::ShardsOf(const Exchange& exchange, BufferRo
   return shards;
 }
 
-// As many bytes as the optimizer moves, and the time of the matrices that the rank owns.
+// It moves the optimizer's bytes, and takes the time of the matrices that the rank owns.
 Status FillerModel::Update(const Instruction& instruction) {
   const Exchange& exchange = plan_.exchanges[instruction.exchange];
   if (instruction.kind == InstructionKind::kOrthogonalize) {

@@ -33,7 +33,7 @@ from muon_plans import document, written  # noqa: E402
 
 
 def matrices(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """Of each block, by FQN."""
+    """The matrices of each block, by FQN."""
     return {
         f"blocks.{number}": {
             f"blocks.{number}.{name}": parameter for name, parameter in block.named_parameters() if parameter.ndim == 2

@@ -191,7 +191,7 @@ Result<CollectiveId> NcclCollectives::PrepareCollective(const CollectiveSpec& sp
   return static_cast<CollectiveId>(prepared_.size()) - 1;
 }
 
-// As bytes, in one group; the own part is a message to itself.
+// Messages are bytes, in one group; the own part is a message to itself.
 ncclResult_t LaunchAllToAll(const CollectiveSpec& spec, const std::byte* src, std::byte* dst,
                             ncclComm_t communicator, cudaStream_t stream) {
   ncclResult_t result = ncclGroupStart();

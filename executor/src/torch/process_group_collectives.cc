@@ -188,7 +188,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupCollectives::Start(const Prepared& pr
     case CollectiveKind::kAllToAll: {
       c10d::AllToAllOptions options;
       options.timeout = options_.timeout;
-      // As bytes: nothing is computed, and not every backend has every dtype.
+      // Bytes move: nothing is computed, and not every backend has every dtype.
       std::vector<std::int64_t> receive;
       for (const std::int64_t numel : spec.receive_numel) receive.push_back(numel * SizeBytes(spec.dtype));
       std::vector<std::int64_t> send;

@@ -98,7 +98,7 @@ class ZeroModel final : public Model {
     return parts;
   }
 
-  // What this rank has of a buffer of an exchange, which is as large as the largest rank's.
+  // This rank's part of a buffer of an exchange, which is as large as the largest rank's.
   FillerPart OwnPart(const Exchange& exchange, BufferId buffer) const {
     const ExchangeLayout layout(plan_, exchange);
     const std::int64_t rank = RankInGroup(plan_.communicators[exchange.communicator], rank_);

@@ -91,7 +91,7 @@ std::vector<SentElements> InputOf(const Rendezvous& rendezvous, std::int64_t pos
   return {{0, spec.slot_numel * (scatters ? rendezvous.members : 1)}};
 }
 
-// What a member of an all_to_all gets from each member, in elements of what was read.
+// The parts that a member of an all_to_all gets, one from each member, in elements of what was read.
 std::vector<SentElements> ReceivedBy(const Rendezvous& rendezvous, std::int64_t position) {
   std::vector<SentElements> parts;
   std::int64_t first = 0;

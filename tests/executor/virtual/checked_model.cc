@@ -392,7 +392,7 @@ bool CheckedModel::IsExchanged(UnitId unit, std::int32_t parameter) const {
   });
 }
 
-// What a rank's shard has of a matrix: rows in a row.
+// A rank's shard has neighbouring rows of a matrix.
 CheckedModel::Stretch CheckedModel::PieceOf(const Exchange& exchange, std::size_t m,
                                             std::int64_t rank) const {
   const ExchangedMatrix& matrix = exchange.matrices[m];

@@ -49,8 +49,8 @@ class ExpectedValues {
   // The whole reduced gradient that takes `version` to the next one. Empty: there is none.
   std::span<const std::byte> Reduced(UnitId unit, std::int32_t parameter, std::int64_t rank,
                                      std::int64_t version, DType dtype);
-  // What a matrix optimizer by owners makes of it: each matrix turned round, last element first, so that
-  // every rank needs rows of others. Empty: the parameter is in no exchange.
+  // The update that a matrix optimizer by owners makes of it: each matrix turned round, last element first,
+  // so that every rank needs rows of others. Empty: the parameter is in no exchange.
   std::span<const std::byte> Updated(UnitId unit, std::int32_t parameter, std::int64_t rank,
                                      std::int64_t version, DType dtype);
   // The gradient that the rank's backward makes as the parameter's `index`-th since the beginning.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sp.Muon refuses, on a rank: name -> what was raised."""
+"""sp.Muon refuses these, on a rank: name -> what was raised."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class ExchangeLayout {
   std::int64_t PieceNumel(std::size_t matrix, std::int64_t rank) const;
   // Elements that `from` sends to `to`.
   std::int64_t SentNumel(ExchangeDirection direction, std::int64_t from, std::int64_t to) const;
-  // Where they begin in the buffer of `from`. An owner's replicas get the same rows.
+  // The first of them in the buffer of `from`. An owner's replicas get the same rows.
   std::int64_t SentFirst(ExchangeDirection direction, std::int64_t from, std::int64_t to) const;
   // Elements of a rank's update_pieces and update_whole.
   std::int64_t PiecesNumel(std::int64_t rank) const;
