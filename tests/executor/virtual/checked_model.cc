@@ -502,14 +502,16 @@ Status CheckedModel::Update(const Instruction& instruction) {
 }
 
 // The optimizer's own memory is overwritten, so that whoever shares it by mistake notices.
-void CheckedModel::AddScratch(UnitId only_unit, Work& work) {
+void CheckedModel::AddScratch(UnitId only_unit, bool of_exchanged, Work& work) {
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     const Buffer& buffer = plan_.buffers[b];
     const auto id = static_cast<BufferId>(b);
     const bool of_other = only_unit >= 0 && buffer.unit >= 0 && buffer.unit != only_unit;
     if (!IsOptimizersOwn(buffer) || of_other) continue;
     if (!memory_.IsAlive(id)) {
-      const bool needed = optimizer_steps_ < optimizers_own_.size() &&
+      // Memory of no unit is the other parameters' optimizer's.
+      const bool others = of_exchanged && buffer.unit < 0;
+      const bool needed = !others && optimizer_steps_ < optimizers_own_.size() &&
                           std::ranges::count(optimizers_own_[optimizer_steps_], id) > 0;
       if (needed) Fail(fmt::format("the optimizer steps without {}", buffer.name));
       continue;
@@ -529,11 +531,13 @@ Status CheckedModel::OptimizerStep(UnitId only_unit, std::int32_t only_parameter
     if (shard_of_[u] < 0 || (only_unit >= 0 && only_unit != unit)) continue;
     for (std::size_t p = 0; p < versions_[u].size(); ++p) {
       const auto parameter = static_cast<std::int32_t>(p);
-      const bool meant = only_parameter < 0 || only_parameter == parameter;
-      if (meant && !IsExchanged(unit, parameter)) StepParameter(unit, parameter, stream < 0, work);
+      // A step of all parameters is not of those that an exchange steps.
+      const bool meant = only_parameter < 0 ? !IsExchanged(unit, parameter) : only_parameter == parameter;
+      if (meant) StepParameter(unit, parameter, stream < 0, work);
     }
   }
-  AddScratch(only_unit, work);
+  const bool of_exchanged = only_parameter >= 0 && IsExchanged(only_unit, only_parameter);
+  AddScratch(only_unit, of_exchanged, work);
   ++optimizer_steps_;
   return Enqueue(stream, std::move(work), "optimizer step");
 }

@@ -91,7 +91,7 @@ class CheckedModel final : public executor::Model {
   bool IsExchanged(UnitId unit, std::int32_t parameter) const;
   void StepParameter(UnitId unit, std::int32_t parameter, bool on_host, Work& work);
   void AddReduced(UnitId unit, std::int32_t parameter, bool on_host, std::vector<Piece>& checks);
-  void AddScratch(UnitId only_unit, Work& work);
+  void AddScratch(UnitId only_unit, bool of_exchanged, Work& work);
   Status Enqueue(StreamId stream, Work work, const std::string& where);
   void Check(const Piece& piece, const std::byte* found, const std::string& where);
   void Fail(std::string message);
