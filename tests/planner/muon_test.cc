@@ -391,5 +391,40 @@ TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
   }
 }
 
+// Where links are slow, the bound has the way of every matrix there and back. Without a traced step on shards
+// there is no other; else its collectives may take the place of some.
+TEST(MuonOptimize, BoundCountsTheLinks) {
+  for (const bool may_stay : {false, true}) {
+    SCOPED_TRACE(may_stay ? "owners or not" : "owners");
+    Trace trace = MuonModel(3);
+    if (may_stay) {
+      AddMuon(trace, {{4, 1}});
+    } else {
+      AddMuon(trace, {});
+    }
+    constexpr std::int64_t kBytesPerSecond = 10'000;
+    const Cluster cluster = testing::BalancedCluster(4, 4, kBytesPerSecond / 10);
+    const auto bound = [&](const Strategy& strategy) -> Nanoseconds {
+      const Result<OptimizeOutput> output =
+          Optimize(trace, strategy, cluster, {.budget = testing::kLoose, .time_limit_ns = {0}, .threads = 2});
+      EXPECT_TRUE(output.has_value()) << ToString(output.error());
+      if (!output) return {};
+      EXPECT_GE(MuonStepTime(output->plan), output->report.lower_bound_ns);
+      return output->report.lower_bound_ns;
+    };
+    std::int64_t elements = 0;
+    for (const Parameter& parameter : trace.parameters) {
+      if (parameter.shape.size() == 2 && parameter.fqn.starts_with("layers."))
+        elements += parameter.shape[0] * parameter.shape[1];
+    }
+    ASSERT_GT(elements, 10'000);
+    // Three quarters of a matrix leave a rank's share, in two bytes an element, there and back.
+    const double on_links = 2.0 * static_cast<double>(elements) * 2 * 3 / 4 / 4 / kBytesPerSecond * 1e9;
+    const double added = static_cast<double>((bound(ByOwners()) - bound({})).value);
+    EXPECT_GT(added, on_links * (may_stay ? 0.3 : 0.9));
+    EXPECT_LT(added, on_links * 1.02);
+  }
+}
+
 }  // namespace
 }  // namespace shardplan

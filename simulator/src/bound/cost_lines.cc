@@ -15,13 +15,14 @@ struct CostPoint {
 // A stretch between two sizes is so many times shorter than what is below it.
 constexpr std::int64_t kStretch = 512;
 
-std::vector<std::int64_t> SizesToAsk(const Cluster& cluster, std::int64_t most_bytes) {
+std::vector<std::int64_t> SizesToAsk(const Cluster& cluster, std::int64_t least_bytes,
+                                     std::int64_t most_bytes) {
   std::vector<std::int64_t> sizes;
-  for (std::int64_t size = 1; size < most_bytes; size += size / kStretch + 1) sizes.push_back(size);
+  for (std::int64_t size = least_bytes; size < most_bytes; size += size / kStretch + 1) sizes.push_back(size);
   for (const CollectiveTable& table : cluster.collectives) {
     for (const CollectivePoint& point : table.points) {
       const std::int64_t size = point.full_tensor_bytes.value;
-      if (size >= 1 && size < most_bytes) sizes.push_back(size);
+      if (size >= least_bytes && size < most_bytes) sizes.push_back(size);
     }
   }
   sizes.push_back(most_bytes);
@@ -77,25 +78,52 @@ void SetLine(const std::vector<CostPoint>& points, std::int64_t usual_bytes, Cos
   line.per_byte = static_cast<std::int64_t>(begin < 0 ? from_origin : slope);
 }
 
+// Empty: not on this communicator, or there is no cost.
+std::vector<CollectiveCost> CostsOf(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
+                                    const Communicator& communicator, std::int64_t world_size,
+                                    const std::vector<std::int64_t>& sizes) {
+  if (communicator.size <= 1 || RanksSpanned(communicator) > kMaxRanks) return {};
+  const std::vector<GroupPlacement> placements = PlaceGroups(cluster, communicator, world_size);
+  CollectiveRequest request{.kind = kind, .ranks = communicator.size, .placements = placements};
+  std::vector<CollectiveCost> of_sizes;
+  for (const std::int64_t size : sizes) {
+    request.full_tensor_bytes = {size};
+    Result<CollectiveCost> cost = costs.Collective(request);
+    if (!cost) return {};
+    of_sizes.push_back(*std::move(cost));
+  }
+  return of_sizes;
+}
+
 }  // namespace
 
 CostLines LinesBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
                      const Communicator& communicator, std::int64_t world_size, const CollectiveSizes& of) {
   CostLines lines;
-  if (communicator.size <= 1 || RanksSpanned(communicator) > kMaxRanks) return lines;
-  const std::vector<GroupPlacement> placements = PlaceGroups(cluster, communicator, world_size);
-  CollectiveRequest request{.kind = kind, .ranks = communicator.size, .placements = placements};
-  const std::vector<std::int64_t> sizes = SizesToAsk(cluster, std::max<std::int64_t>(2, of.most_bytes));
-  std::vector<CollectiveCost> of_sizes;
-  for (const std::int64_t size : sizes) {
-    request.full_tensor_bytes = {size};
-    Result<CollectiveCost> cost = costs.Collective(request);
-    if (!cost) return lines;
-    of_sizes.push_back(*std::move(cost));
-  }
+  const std::vector<std::int64_t> sizes = SizesToAsk(cluster, 1, std::max<std::int64_t>(2, of.most_bytes));
+  const std::vector<CollectiveCost> of_sizes = CostsOf(costs, cluster, kind, communicator, world_size, sizes);
+  if (of_sizes.empty()) return lines;
   for (std::size_t l = 0; l < lines.size(); ++l)
     SetLine(PointsBelow(sizes, of_sizes, l), of.usual_bytes, lines[l]);
   return lines;
+}
+
+std::int64_t SlopeBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
+                        const Communicator& communicator, std::int64_t world_size, std::int64_t least_bytes,
+                        std::int64_t most_bytes) {
+  const std::vector<std::int64_t> sizes =
+      SizesToAsk(cluster, least_bytes, std::max(least_bytes + 1, most_bytes));
+  const std::vector<CollectiveCost> of_sizes = CostsOf(costs, cluster, kind, communicator, world_size, sizes);
+  if (of_sizes.empty()) return 0;
+  const auto slope = [&](std::int64_t ns, std::int64_t bytes) {
+    return std::max<Int128>(0, Int128{ns - 1} * kSlopeScale / bytes);
+  };
+  Int128 least = slope(of_sizes.front().duration_ns.value, sizes.front());
+  for (std::size_t i = 1; i < sizes.size(); ++i) {
+    const Nanoseconds ns = std::min(of_sizes[i - 1].duration_ns, of_sizes[i].duration_ns);
+    least = std::min(least, slope(ns.value, sizes[i]));
+  }
+  return static_cast<std::int64_t>(std::min<Int128>(least, Int128{1} << 62));
 }
 
 // A size at which no kernel is as short as the overhead of one, and rounding is nothing.

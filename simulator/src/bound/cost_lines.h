@@ -41,6 +41,12 @@ using CostLines = std::array<CostLine, std::tuple_size_v<decltype(LinkLoads::ppm
 CostLines LinesBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
                      const Communicator& communicator, std::int64_t world_size, const CollectiveSizes& of);
 
+// A collective of b bytes, least_bytes <= b <= most_bytes, takes at least b * slope / kSlopeScale. 0: nothing
+// is known.
+std::int64_t SlopeBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
+                        const Communicator& communicator, std::int64_t world_size, std::int64_t least_bytes,
+                        std::int64_t most_bytes);
+
 // A kernel that moves that many bytes takes at least bytes * slope / kSlopeScale.
 std::int64_t CopySlope(const CostModel& costs);
 

@@ -357,23 +357,32 @@ class StepWorkBuilder {
     return line;
   }
 
+  // Muon's step of one of a parameter's matrices, as traced for so many shards. Null: it is not.
+  const TracedOptimizerStep* TracedMuon(const shardplan::Parameter& parameter, std::int64_t shards) const {
+    const Muon& muon = *job_.strategy.optimizer.muon;
+    const std::vector<std::int64_t> matrix(parameter.shape.end() - 2, parameter.shape.end());
+    const auto step = std::ranges::find_if(trace_.optimizer_steps, [&](const TracedOptimizerStep& traced) {
+      return traced.ranks == shards && traced.replicas == 1 && traced.shape == matrix &&
+             traced.dtype == parameter.dtype && traced.ns_steps == muon.ns_steps &&
+             (shards == 1 || traced.nesterov == muon.nesterov);
+    });
+    return step == trace_.optimizer_steps.end() ? nullptr : &*step;
+  }
+
+  bool IsMuons(const shardplan::Parameter& parameter) const {
+    return MuonSteps(job_.strategy.optimizer, parameter.fqn, parameter.shared_with);
+  }
+
   // Muon's iterations, shared evenly by all ranks: some rank does no less. A step that is not traced counts
   // nothing.
   Nanoseconds NewtonSchulz() const {
-    const std::optional<Muon>& muon = job_.strategy.optimizer.muon;
-    if (!muon) return {};
     internal::OperatorCosts costs(*costs_);
     std::map<const TracedOptimizerStep*, Nanoseconds> known;
     Nanoseconds in_all;
     for (const shardplan::Parameter& parameter : trace_.parameters) {
-      if (!MuonSteps(job_.strategy.optimizer, parameter.fqn, parameter.shared_with)) continue;
-      const std::vector<std::int64_t> matrix(parameter.shape.end() - 2, parameter.shape.end());
-      const auto step = std::ranges::find_if(trace_.optimizer_steps, [&](const TracedOptimizerStep& traced) {
-        return traced.ranks == 1 && traced.shape == matrix && traced.dtype == parameter.dtype &&
-               traced.ns_steps == muon->ns_steps;
-      });
-      if (step == trace_.optimizer_steps.end()) continue;
-      const auto [found, added] = known.try_emplace(&*step);
+      const TracedOptimizerStep* step = IsMuons(parameter) ? TracedMuon(parameter, 1) : nullptr;
+      if (step == nullptr) continue;
+      const auto [found, added] = known.try_emplace(step);
       for (const SegmentEntry& entry : step->orthogonalize) {
         const auto* op = std::get_if<OperatorEvent>(&entry);
         if (added && op != nullptr) found->second += costs.Of(*op).duration_ns;
@@ -381,6 +390,89 @@ class StepWorkBuilder {
       in_all += found->second * (parameter.shape.size() == 3 ? parameter.shape[0] : 1);
     }
     return {in_all.value / job_.world_size};
+  }
+
+  // Of the traced step's collectives, for which its compute stream waits.
+  Nanoseconds CollectivesOf(const TracedOptimizerStep& step, const Communicator& shards) const {
+    const std::vector<GroupPlacement> placements = PlaceGroups(job_.cluster, shards, job_.world_size);
+    Nanoseconds in_all;
+    for (const std::vector<SegmentEntry>* part : {&step.update, &step.orthogonalize, &step.apply}) {
+      for (const SegmentEntry& entry : *part) {
+        const auto* op = std::get_if<OperatorEvent>(&entry);
+        if (op == nullptr || !op->collective || op->collective->communicator != kOfShards) continue;
+        const Result<CollectiveCost> cost =
+            costs_->Collective({.kind = op->collective->kind,
+                                .ranks = shards.size,
+                                .placements = placements,
+                                .full_tensor_bytes = op->collective->size_bytes,
+                                .busiest_ppm = op->collective->busiest_ppm});
+        if (cost) in_all += op->duration_ns.value >= 0 ? op->duration_ns : cost->duration_ns;
+      }
+    }
+    return in_all;
+  }
+
+  // [Note: links of a matrix optimizer]
+  // A matrix that no rank has whole goes to its owner, but for the largest piece, and comes back. A mean
+  // rank's part is on the links for no less than the line of all_to_all says (TrafficOf), whatever the
+  // buckets: L in all. A matrix without an owner has the collectives of its traced step instead, of no less
+  // than k times as long. Both may go on at once, so plans that divide the matrices take at least the least
+  // of max(L x, k L (1 - x)) over x, which is L k / (1 + k).
+  //
+  // Nothing is counted for replicas, among which each matrix has one owner or several, and for blocks of
+  // rows, which a rank may have whole.
+  Nanoseconds MatricesOnLinks() const {
+    constexpr std::int64_t kBytesOfElement = 2;  // bfloat16; nothing smaller is exchanged
+    const bool in_blocks = std::ranges::any_of(job_.strategy.optimizer.muon->compute,
+                                               [](const MatrixRule& rule) { return rule.block_rows > 0; });
+    if (in_blocks || unit_of_mesh_.size() != 1 || unit_of_mesh_[0]->replicate_communicator >= 0) return {};
+    const std::int64_t ranks = work_.meshes[0].shards;
+    if (ranks <= 1) return {};
+    std::map<const TracedOptimizerStep*, Nanoseconds> known;
+    const Communicator& shards = job_.communicators[unit_of_mesh_[0]->shard_communicator];
+    struct Moving {
+      std::int64_t bytes = 0;
+      Nanoseconds without_owner{-1};  // -1: it has one
+    };
+    std::vector<Moving> matrices;
+    Int128 bytes = 0;
+    for (const shardplan::Parameter& parameter : trace_.parameters) {
+      if (!IsMuons(parameter) || parameter.shape.size() != 2 || SizeBytes(parameter.dtype) < kBytesOfElement)
+        continue;
+      const std::int64_t rows = parameter.shape[0];
+      const std::int64_t largest = std::min(rows, (rows + ranks - 1) / ranks);
+      Moving& matrix = matrices.emplace_back();
+      // One byte less: the mean of a bucket is rounded.
+      matrix.bytes = std::max<std::int64_t>(
+          (rows - largest) * parameter.shape[1] * kBytesOfElement / (ranks - 1) - 1, 0);
+      bytes += matrix.bytes;
+      const TracedOptimizerStep* step = rows < ranks ? nullptr : TracedMuon(parameter, ranks);
+      if (step == nullptr) continue;
+      const auto [found, added] = known.try_emplace(step);
+      if (added) found->second = CollectivesOf(*step, shards);
+      matrix.without_owner = found->second;
+    }
+    if (bytes == 0) return {};
+    const std::int64_t least =
+        std::max<std::int64_t>(1, std::ranges::min(matrices, {}, &Moving::bytes).bytes);
+    const auto most = static_cast<std::int64_t>(std::min<Int128>(2 * bytes + 2, Int128{1} << 50));
+    // Exchanges follow one another on a stream, so their times add up. None is smaller than a matrix.
+    const std::int64_t per_byte = 2 * internal::SlopeBelow(*costs_, job_.cluster, CollectiveKind::kAllToAll,
+                                                           shards, job_.world_size, least, most);
+    const auto on_links = [&](Int128 moved) {
+      return static_cast<std::int64_t>(moved * per_byte / internal::kSlopeScale);
+    };
+    constexpr std::int64_t kMillion = 1'000'000;
+    std::int64_t least_ppm = -1;  // k, of matrices that may go without an owner
+    for (const Moving& matrix : matrices) {
+      if (matrix.without_owner.value < 0 || matrix.bytes == 0) continue;
+      const Int128 ppm = Int128{matrix.without_owner.value} * kMillion / (on_links(matrix.bytes) + 1);
+      const auto ratio = static_cast<std::int64_t>(std::min<Int128>(ppm, Int128{1} << 40));
+      least_ppm = least_ppm < 0 ? ratio : std::min(least_ppm, ratio);
+    }
+    const std::int64_t all = on_links(bytes);
+    if (least_ppm < 0) return {all};
+    return {static_cast<std::int64_t>(Int128{all} * least_ppm / (Int128{kMillion} + least_ppm))};
   }
 
   // Pieces are padded, so the first rank has no less than its share of the parameters: less what is left free
@@ -407,13 +499,15 @@ class StepWorkBuilder {
     }
     const OptimizerCost cost = CostOf(optimizer, {trained_bytes}, 1);
     if (trained_bytes > 0) work_.optimizer_ns = costs_->DeviceCopy(cost.read_bytes, cost.written_bytes);
-    if (all_train) work_.optimizer_ns += NewtonSchulz();
+    if (all_train && optimizer.muon)
+      work_.optimizer_ns = std::max(work_.optimizer_ns + NewtonSchulz(), MatricesOnLinks());
     work_.static_bytes.value = shard_bytes + state_bytes;
     work_.least_memory.value = work_.static_bytes.value + gradient_bytes;
     const Host& host = job_.cluster.host;
     work_.host_ns = internal::IssueOfOperator(host) * (operators() - collectives_) +
-                    host.collective_issue_ns * collective_kernels_ + OptimizerIssue(host) * cost.kernels +
-                    work_.optimizer_ns;
+                    host.collective_issue_ns * collective_kernels_ + work_.optimizer_ns;
+    // Behind Muon's work the rest is issued while that runs.
+    if (!optimizer.muon) work_.host_ns += OptimizerIssue(host) * cost.kernels;
   }
 
   // While an operator runs, there is what it reads and writes, whole parameters and gradients among it, and

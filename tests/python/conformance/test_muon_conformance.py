@@ -4,7 +4,7 @@
 import pytest
 from conftest import installed_pytorch
 from muon_events import expected_events, traced_steps
-from muon_ranks import MuonCase, Recorded, work
+from muon_step_ranks import MuonCase, Recorded, work
 
 from shardplan.tracer.muon_options import MuonOptions, Ranks
 from shardplan_conformance import processes
