@@ -391,8 +391,8 @@ TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
   }
 }
 
-// Where links are slow, the bound has the way of every matrix there and back. Without a traced step on shards
-// there is no other; else its collectives may take the place of some.
+// The bound has the way of every matrix there and back, which slow links make the longest. Without a traced
+// step on shards there is no other; else its collectives may take the place of some.
 TEST(MuonOptimize, BoundCountsTheLinks) {
   for (const bool may_stay : {false, true}) {
     SCOPED_TRACE(may_stay ? "owners or not" : "owners");

@@ -392,7 +392,7 @@ class StepWorkBuilder {
     return {in_all.value / job_.world_size};
   }
 
-  // Of the traced step's collectives, for which its compute stream waits.
+  // The time of the traced step's collectives, for which its compute stream waits.
   Nanoseconds CollectivesOf(const TracedOptimizerStep& step, const Communicator& shards) const {
     const std::vector<GroupPlacement> placements = PlaceGroups(job_.cluster, shards, job_.world_size);
     Nanoseconds in_all;
