@@ -12,6 +12,8 @@
 #include <cmath>
 #include <functional>
 #include <numeric>
+#include <set>
+#include <utility>
 
 #include "costs.h"
 #include "shardplan/schemas/layout.h"
@@ -243,6 +245,54 @@ Status FillerModel::Compute(const executor::ComputeCall& call) {
   SettleGradients(segment);
   spinner_->Spin(costs_[call.segment]);
   compute_ns_ += costs_[call.segment];
+  return {};
+}
+
+// The rank's shards of the exchange's parameters in buffers of a role, each parameter once.
+std::vector<at::Tensor> FillerModel::ShardsOf(const Exchange& exchange, BufferRole role) {
+  std::set<std::pair<UnitId, std::int32_t>> of;
+  for (const ExchangedMatrix& matrix : exchange.matrices) of.emplace(matrix.unit, matrix.parameter);
+  std::vector<at::Tensor> shards;
+  for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
+    const Buffer& buffer = plan_.buffers[b];
+    if (buffer.role != role) continue;
+    const std::vector<std::int32_t> parameters = ParametersOf(plan_, buffer);
+    for (std::size_t p = 0; p < buffer.parts_bytes.size() && p < parameters.size(); ++p) {
+      if (!of.contains({buffer.unit, parameters[p]})) continue;
+      at::Tensor part = device_.Part(static_cast<BufferId>(b), static_cast<std::int32_t>(p));
+      if (part.defined()) shards.push_back(std::move(part));
+    }
+  }
+  return shards;
+}
+
+// It moves the optimizer's bytes, and takes the time of the matrices that the rank owns.
+Status FillerModel::Update(const Instruction& instruction) {
+  const Exchange& exchange = plan_.exchanges[instruction.exchange];
+  if (instruction.kind == InstructionKind::kOrthogonalize) {
+    const Segment& segment = plan_.segments[instruction.segment];
+    if (options_.activations) {
+      for (const SegmentEntry& entry : segment.entries) AllocateOrFree(entry, 0);
+    }
+    spinner_->Spin(costs_[instruction.segment]);
+    compute_ns_ += costs_[instruction.segment];
+    return {};
+  }
+  const bool applies = instruction.kind == InstructionKind::kUpdateApply;
+  const at::Tensor pieces = device_.Part(applies ? instruction.src : instruction.dst, 0);
+  std::int64_t first = 0;
+  for (at::Tensor& shard :
+       ShardsOf(exchange, applies ? BufferRole::kParamSharded : BufferRole::kGradSharded)) {
+    const std::int64_t numel = std::min(shard.numel(), pieces.numel() - first);
+    const at::Tensor piece = pieces.narrow(0, first, numel);
+    at::Tensor rows = shard.view({-1}).narrow(0, 0, numel);
+    if (applies) {
+      rows.sub_(piece, 1e-3);
+    } else {
+      piece.copy_(rows);
+    }
+    first += numel;
+  }
   return {};
 }
 

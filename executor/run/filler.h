@@ -45,6 +45,7 @@ class FillerModel final : public executor::Model {
   Status DropActivations(UnitId unit, BufferId buffer, std::int32_t microbatch) override;
   Status GiveActivations(UnitId unit, BufferId buffer, std::int32_t microbatch) override;
   Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;
+  Status Update(const Instruction& instruction) override;
 
   // Time the filler was asked to take so far.
   Nanoseconds compute_ns() const { return compute_ns_; }
@@ -55,6 +56,7 @@ class FillerModel final : public executor::Model {
   void AllocateOrFree(const SegmentEntry& entry, std::int32_t microbatch);
   void SettleGradients(const Segment& segment);
   at::Tensor& GradientOf(BufferId buffer, std::size_t part);
+  std::vector<at::Tensor> ShardsOf(const Exchange& exchange, BufferRole role);
 
   const Plan& plan_;
   executor::TorchDevice& device_;

@@ -7,6 +7,7 @@
 #include <array>
 #include <map>
 
+#include "shardplan/schemas/exchanges.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/printable.h"
 
@@ -44,7 +45,7 @@ std::string CollectiveLines(const Plan& plan) {
       if (!IsCollective(i.kind)) continue;
       Total& total = totals[fmt::format("{} on {}", Name(i.kind), plan.communicators[i.communicator].name)];
       ++total.count;
-      total.bytes += SizeBytes(plan.buffers[FullTensorOf(i)]);
+      total.bytes += TensorBytesOf(plan, i);
     }
   }
   std::string lines;

@@ -34,45 +34,8 @@ Plan MuonPlanOf(const Trace& trace, const Strategy& strategy, std::int64_t ranks
   return planned ? std::move(planned->plan) : Plan{};
 }
 
-constexpr std::int64_t kFlopsOfIterations = 40'000'000;
-
-// A step of one product, which on several ranks is gathered first.
-TracedOptimizerStep TracedStepOf(const std::vector<std::int64_t>& shape, std::int64_t ranks,
-                                 std::int64_t replicas, StorageId& next) {
-  TracedOptimizerStep step{.ranks = ranks, .replicas = replicas, .shape = shape};
-  const StorageId update = next++, result = next++;
-  const Bytes bytes{shape[0] * shape[1] * 2};
-  step.update = {AllocateEvent{update, bytes, StorageRole::kOptimizerTemp}};
-  OperatorEvent gather{.name = "c10d.all_gather", .dtype = DType::kBFloat16, .reads = {update}};
-  gather.collective =
-      ModelCollective{.kind = CollectiveKind::kAllGather, .communicator = kOfShards, .size_bytes = bytes};
-  if (ranks > 1) step.orthogonalize.emplace_back(gather);
-  step.orthogonalize.emplace_back(AllocateEvent{result, bytes, StorageRole::kOptimizerTemp});
-  step.orthogonalize.emplace_back(OperatorEvent{.name = "aten.mm",
-                                                .dtype = DType::kBFloat16,
-                                                .flops = kFlopsOfIterations * shape[0],
-                                                .bytes_read = bytes,
-                                                .bytes_written = bytes,
-                                                .reads = {update},
-                                                .writes = {result}});
-  step.apply = {FreeEvent{update}, FreeEvent{result}};
-  return step;
-}
-
-// Steps of every matrix on one rank and on these.
-void AddMuon(Trace& trace, const std::vector<std::pair<std::int64_t, std::int64_t>>& ranks) {
-  StorageId next = 1 << 20;
-  std::set<std::vector<std::int64_t>> known;
-  for (const Parameter& parameter : trace.parameters) {
-    if (parameter.shape.size() < 2) continue;
-    const std::vector<std::int64_t> shape(parameter.shape.end() - 2, parameter.shape.end());
-    if (!known.insert(shape).second) continue;
-    trace.optimizer_steps.push_back(TracedStepOf(shape, 1, 1, next));
-    for (const auto& [shards, replicas] : ranks) {
-      if (shape[0] >= shards) trace.optimizer_steps.push_back(TracedStepOf(shape, shards, replicas, next));
-    }
-  }
-}
+using testing::AddMuon;
+using testing::MuonStepOf;
 
 Trace MuonModel(int layers, std::int64_t rows = 64) {
   testing::TreeModule list{.name = "layers", .class_name = "ModuleList"};
@@ -249,7 +212,7 @@ TEST(MuonPlans, OfEveryWayVerifyAndStepEachParameterOnce) {
       Trace trace = MuonModel(3);
       AddMuon(trace, {{2, replicas}});
       StorageId next = 2 << 20;
-      trace.optimizer_steps.push_back(TracedStepOf({16, 32}, 1, 1, next));
+      trace.optimizer_steps.push_back(MuonStepOf({16, 32}, 1, 1, next));
       Muon muon;
       const std::string named = way;
       if (named != "sharded") muon.compute = {{.over_replicas = named == "over replicas"}};

@@ -2,6 +2,7 @@
 #include "tests/planner/synthetic.h"
 
 #include <map>
+#include <set>
 
 namespace shardplan::testing {
 namespace {
@@ -155,6 +156,42 @@ Cluster BalancedCluster(std::int64_t ranks, std::int64_t ranks_per_node, std::in
   cluster.communication_rate_while_computing_ppm = 950'000;
   cluster.links = {{"inner", {500}, 10 * link_bytes_per_second}, {"outer", {500}, link_bytes_per_second}};
   return cluster;
+}
+
+TracedOptimizerStep MuonStepOf(const std::vector<std::int64_t>& shape, std::int64_t ranks,
+                               std::int64_t replicas, StorageId& next) {
+  TracedOptimizerStep step{.ranks = ranks, .replicas = replicas, .shape = shape};
+  const StorageId update = next++, result = next++;
+  const Bytes bytes{shape[0] * shape[1] * 2};
+  step.update = {AllocateEvent{update, bytes, StorageRole::kOptimizerTemp}};
+  OperatorEvent gather{.name = "c10d.all_gather", .dtype = DType::kBFloat16, .reads = {update}};
+  gather.collective =
+      ModelCollective{.kind = CollectiveKind::kAllGather, .communicator = kOfShards, .size_bytes = bytes};
+  if (ranks > 1) step.orthogonalize.emplace_back(gather);
+  step.orthogonalize.emplace_back(AllocateEvent{result, bytes, StorageRole::kOptimizerTemp});
+  step.orthogonalize.emplace_back(OperatorEvent{.name = "aten.mm",
+                                                .dtype = DType::kBFloat16,
+                                                .flops = kFlopsOfIterations * shape[0],
+                                                .bytes_read = bytes,
+                                                .bytes_written = bytes,
+                                                .reads = {update},
+                                                .writes = {result}});
+  step.apply = {FreeEvent{update}, FreeEvent{result}};
+  return step;
+}
+
+void AddMuon(Trace& trace, const std::vector<std::pair<std::int64_t, std::int64_t>>& ranks) {
+  StorageId next = 1 << 20;
+  std::set<std::vector<std::int64_t>> known;
+  for (const Parameter& parameter : trace.parameters) {
+    if (parameter.shape.size() < 2) continue;
+    const std::vector<std::int64_t> shape(parameter.shape.end() - 2, parameter.shape.end());
+    if (!known.insert(shape).second) continue;
+    trace.optimizer_steps.push_back(MuonStepOf(shape, 1, 1, next));
+    for (const auto& [shards, replicas] : ranks) {
+      if (shape[0] >= shards) trace.optimizer_steps.push_back(MuonStepOf(shape, shards, replicas, next));
+    }
+  }
 }
 
 }  // namespace shardplan::testing

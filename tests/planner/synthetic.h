@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "shardplan/schemas/cluster.h"
@@ -26,6 +27,14 @@ Trace TraceOf(const TreeModule& root, std::int64_t flops = 1'000'000);
 // `layers` equal blocks "layers.i" with one weight [rows, columns] each; `root_rows` > 0 gives the root an
 // embedding of its own in front.
 Trace LayeredTrace(int layers, std::int64_t rows, std::int64_t columns, std::int64_t root_rows = 0);
+
+// A step of one product of kFlopsOfIterations for each row, which on several ranks is gathered first. Its
+// storages begin at `next`.
+inline constexpr std::int64_t kFlopsOfIterations = 40'000'000;
+TracedOptimizerStep MuonStepOf(const std::vector<std::int64_t>& shape, std::int64_t ranks,
+                               std::int64_t replicas, StorageId& next);
+// Muon's steps of every matrix on one rank and on these: shards and replicas.
+void AddMuon(Trace& trace, const std::vector<std::pair<std::int64_t, std::int64_t>>& ranks);
 
 Cluster ClusterOf(std::int64_t ranks);
 // Kernels and links of small models take about as long here.

@@ -165,7 +165,8 @@ Result<CollectiveId> NcclCollectives::PrepareCollective(const CollectiveSpec& sp
   Prepared prepared = {.spec = spec, .count = static_cast<std::size_t>(spec.slot_numel)};
   if (const std::optional<ncclDataType_t> dtype = ToNccl(spec.dtype)) {
     prepared.dtype = *dtype;
-  } else if (spec.kind == CollectiveKind::kAllGather) {  // which computes nothing
+  } else if (spec.kind == CollectiveKind::kAllGather ||
+             spec.kind == CollectiveKind::kAllToAll) {  // which compute nothing
     prepared.dtype = ncclUint8;
     prepared.count *= static_cast<std::size_t>(SizeBytes(spec.dtype));
   } else {
@@ -190,6 +191,27 @@ Result<CollectiveId> NcclCollectives::PrepareCollective(const CollectiveSpec& sp
   return static_cast<CollectiveId>(prepared_.size()) - 1;
 }
 
+// Messages are bytes, in one group; the own part is a message to itself.
+ncclResult_t LaunchAllToAll(const CollectiveSpec& spec, const std::byte* src, std::byte* dst,
+                            ncclComm_t communicator, cudaStream_t stream) {
+  ncclResult_t result = ncclGroupStart();
+  for (std::size_t peer = 0; peer < spec.sends.size(); ++peer) {
+    const SentElements& part = spec.sends[peer];
+    const auto sent = static_cast<std::size_t>(part.numel * SizeBytes(spec.dtype));
+    const auto received = static_cast<std::size_t>(spec.receive_numel[peer] * SizeBytes(spec.dtype));
+    const auto rank = static_cast<int>(peer);
+    if (sent > 0 && result == ncclSuccess) {
+      result =
+          ncclSend(src + part.first * SizeBytes(spec.dtype), sent, ncclUint8, rank, communicator, stream);
+    }
+    if (received > 0 && result == ncclSuccess)
+      result = ncclRecv(dst, received, ncclUint8, rank, communicator, stream);
+    dst += received;
+  }
+  const ncclResult_t ended = ncclGroupEnd();
+  return result == ncclSuccess ? ended : result;
+}
+
 ncclResult_t NcclCollectives::Launch(const Prepared& prepared, cudaStream_t stream) {
   const CollectiveSpec& spec = prepared.spec;
   const auto* src = static_cast<const std::byte*>(device_.Tensors(spec.src)[0].const_data_ptr()) +
@@ -204,6 +226,7 @@ ncclResult_t NcclCollectives::Launch(const Prepared& prepared, cudaStream_t stre
     case CollectiveKind::kAllReduce:
       return ncclAllReduce(src, dst, prepared.count, prepared.dtype, prepared.op, communicator, stream);
     case CollectiveKind::kAllToAll:
+      return LaunchAllToAll(spec, src, static_cast<std::byte*>(dst), communicator, stream);
     case CollectiveKind::kBroadcast:
     case CollectiveKind::kReduce:
     case CollectiveKind::kGather:

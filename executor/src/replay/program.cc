@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <tuple>
 
 #include "replay/copy_resolver.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/exchanges.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"
 
@@ -176,7 +178,7 @@ class Builder {
 
   Result<Op> Resolve(const Instruction& i) {
     Op op = {.stream = i.stream, .src = i.src, .dst = i.dst};
-    if (i.exchange >= 0 || (model_.runs_itself && IsOptimizers(i))) return op;
+    if (model_.runs_itself && (i.exchange >= 0 || IsOptimizers(i))) return op;
     switch (DescriptionOf(i.kind).family) {
       case InstructionFamily::kCompute:
         return Simple(op, OpCode::kCompute, i.segment, trigger_microbatch_ + i.microbatch_offset);
@@ -195,6 +197,7 @@ class Builder {
       case InstructionFamily::kOrder:
         return ResolveOrder(op, i);
       case InstructionFamily::kOptimizer:
+        if (i.exchange >= 0) return ResolveUpdate(op, i);
         return IsWork(i.kind) ? Simple(op, OpCode::kOptimizerStep, i.unit, i.parameter)
                               : Simple(op, OpCode::kZeroGrad, i.unit);
     }
@@ -219,6 +222,14 @@ class Builder {
         break;
     }
     return MakeError(ErrorCode::kInternal, "a copy without arithmetic");
+  }
+
+  Result<Op> ResolveUpdate(Op op, const Instruction& i) const {
+    const Exchange& exchange = plan_.exchanges[i.exchange];
+    const bool is_others =
+        i.matrix >= 0 &&
+        exchange.matrices[i.matrix].owner != RankInGroup(plan_.communicators[exchange.communicator], rank_);
+    return is_others ? op : Simple(op, OpCode::kUpdate, i.dst >= 0 ? i.dst : i.src);
   }
 
   Result<Op> ResolveOrder(Op op, const Instruction& i) {
@@ -410,7 +421,11 @@ class Builder {
                            dst_numel, from.dtype,     i.reduce_op, i.divisor};
     std::int64_t small = dst_numel;
     std::int64_t large = src_numel;
-    if (kind == CollectiveKind::kAllGather) {
+    if (kind == CollectiveKind::kAllToAll) {
+      if (Status status = AddParts(spec, i, src_numel, dst_numel); !status)
+        return std::unexpected(std::move(status.error()));
+      large = small * group.size;
+    } else if (kind == CollectiveKind::kAllGather) {
       gathered_by_[dst] = i.communicator;
       spec.slot_numel = dst_numel / group.size;
       if (i.src == dst) spec.src_offset = RankInGroup(group, rank_) * spec.slot_numel;
@@ -435,11 +450,38 @@ class Builder {
     return Simple(op, OpCode::kCollective, static_cast<std::int32_t>(program_.collectives.size()) - 1);
   }
 
+  Status AddParts(CollectiveSpec& spec, const Instruction& i, std::int64_t src_numel,
+                  std::int64_t dst_numel) const {
+    const ExchangeLayout layout(plan_, plan_.exchanges[i.exchange]);
+    const ExchangeDirection direction = DirectionOf(plan_, i);
+    const std::int64_t rank = RankInGroup(plan_.communicators[i.communicator], rank_);
+    spec.slot_numel = 0;
+    for (std::int64_t peer = 0; peer < layout.ranks(); ++peer) {
+      spec.sends.push_back(
+          {layout.SentFirst(direction, rank, peer), layout.SentNumel(direction, rank, peer)});
+      spec.receive_numel.push_back(layout.SentNumel(direction, peer, rank));
+    }
+    std::int64_t sent = 0;
+    for (const SentElements& part : spec.sends) sent = std::max(sent, part.first + part.numel);
+    if (Status status = HasRoomFor(spec.src, src_numel, sent); !status) return status;
+    const std::vector<std::int64_t>& parts = spec.receive_numel;
+    return HasRoomFor(spec.dst, dst_numel, std::accumulate(parts.begin(), parts.end(), std::int64_t{0}));
+  }
+
+  Status HasRoomFor(BufferId buffer, std::int64_t numel, std::int64_t needed) const {
+    if (needed <= numel) return {};
+    return MakeInputError(
+        fmt::format("/buffers/{}/parts_bytes", buffer),
+        fmt::format("{} is too small for what rank {} exchanges", plan_.buffers[buffer].name, rank_),
+        fmt::format("{} elements", numel), fmt::format("{}", needed));
+  }
+
   // Alone, a collective moves its input to its output.
   Op SingleRank(Op op, const CollectiveSpec& spec) {
     if (spec.src == spec.dst) return op;
+    const std::int64_t numel = spec.sends.empty() ? spec.slot_numel : spec.sends.front().numel;
     CopySpec copy = {spec.src, spec.dst, spec.dtype, spec.dtype, {}, {}};
-    copy.runs.push_back({0, 0, 0, 0, 1, spec.slot_numel, spec.slot_numel, spec.slot_numel});
+    copy.runs.push_back({0, 0, 0, 0, 1, numel, numel, numel});
     return Simple(op, OpCode::kCopy, AddCopy(std::move(copy)));
   }
 

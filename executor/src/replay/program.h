@@ -32,6 +32,7 @@ enum class OpCode : std::uint8_t {
   kWait,             // a: event
   kHostWait,         // a: event
   kOptimizerStep,    // a: unit, b: parameter
+  kUpdate,           // a: buffer of the exchange; the model takes the instruction as it is
   kZeroGrad,         // a: unit
 };
 

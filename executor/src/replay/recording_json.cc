@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "shardplan/executor/step_recorder.h"
+#include "shardplan/schemas/exchanges.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/io.h"
 
@@ -25,14 +26,15 @@ std::string Plain(std::string name) {
 void WriteInstruction(Text to, const Plan& plan, const Instruction& instruction) {
   const bool collective = IsCollective(instruction.kind);
   UnitId unit = instruction.unit;
-  std::string_view phase = instruction.kind == InstructionKind::kOptimizerStep ? "optimizer" : "";
+  const bool optimizers = instruction.kind == InstructionKind::kOptimizerStep || instruction.exchange >= 0;
+  std::string_view phase = optimizers ? "optimizer" : "";
   if (instruction.kind == InstructionKind::kCompute) {
     unit = plan.segments[instruction.segment].unit;
     phase = Name(plan.segments[instruction.segment].phase);
   }
   fmt::format_to(to, R"(["{}",{},{},{},{},"{}"])", Name(instruction.kind), unit, instruction.stream,
                  collective ? instruction.communicator : -1,
-                 collective ? SizeBytes(plan.buffers[FullTensorOf(instruction)]).value : 0, phase);
+                 collective ? TensorBytesOf(plan, instruction).value : 0, phase);
 }
 
 // [kind, unit, micro-batch, [instructions]]

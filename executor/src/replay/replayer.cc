@@ -10,6 +10,7 @@
 #include "replay/replayer_impl.h"
 #include "shardplan/schemas/assert.h"
 #include "shardplan/schemas/checks.h"
+#include "shardplan/schemas/exchanges.h"
 #include "shardplan/schemas/plan_text.h"
 
 namespace shardplan::executor {
@@ -206,11 +207,7 @@ Result<std::unique_ptr<Replayer>> Replayer::Create(const Plan& plan, std::int64_
       return MakeInputError(fmt::format("/steps/{}", s), "the step has no trigger");
   }
   if (Status status = CheckOwners(plan); !status) return std::unexpected(std::move(status.error()));
-  if (!plan.exchanges.empty() && model != nullptr && !model->RunsItself()) {
-    return MakeInputError("/exchanges",
-                          "matrices are exchanged by the optimizer of a training (sp.Muon), and not here",
-                          plan.exchanges.front().name, "a plan without exchanges");
-  }
+  if (Status status = CheckExchanges(plan); !status) return std::unexpected(std::move(status.error()));
   Result<Program> program = BuildProgram(plan, rank, TraitsOf(model));
   if (!program) return std::unexpected(std::move(program.error()));
   auto impl = std::make_unique<Impl>(plan, std::move(*program), device, collectives, model);

@@ -182,6 +182,9 @@ Status Replayer::Impl::RunModel(const Op& op) {
                                                : model_->BindSharded(op.a, op.b);
     case OpCode::kOptimizerStep:
       return model_ == nullptr ? Status() : model_->OptimizerStep(op.a, op.b, op.stream);
+    case OpCode::kUpdate:
+      if (Status status = RequireAlive(op.a); !status) return status;
+      return model_ == nullptr ? Status() : model_->Update(CurrentInstruction());
     case OpCode::kZeroGrad:
       return ZeroGrad(op.a);
     default:

@@ -54,6 +54,7 @@ bool HasWork(const Op& op) {
     case OpCode::kCollective:
     case OpCode::kScale:
     case OpCode::kOptimizerStep:
+    case OpCode::kUpdate:
       return true;
     default:
       return false;

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Collectives through c10d process groups.
+#include <ATen/ops/cat.h>
 #include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <exception>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
+#include <vector>
 
 #include "cpu/counted_memory.h"
 #include "cpu/device.h"
@@ -34,6 +37,16 @@ c10::intrusive_ptr<c10d::Work> ReduceScatter(Group& group, at::Tensor& output, a
     return group.reduce_scatter_single(output, input, options);
   } else {
     return group._reduce_scatter_base(output, input, options);
+  }
+}
+template <typename Group>
+c10::intrusive_ptr<c10d::Work> AllToAll(Group& group, at::Tensor& output, at::Tensor& input,
+                                        std::vector<std::int64_t>& receive, std::vector<std::int64_t>& send,
+                                        const c10d::AllToAllOptions& options) {
+  if constexpr (requires { group.all_to_all_single(output, input, receive, send, options); }) {
+    return group.all_to_all_single(output, input, receive, send, options);
+  } else {
+    return group.alltoall_base(output, input, receive, send, options);
   }
 }
 
@@ -127,6 +140,23 @@ Result<CollectiveId> ProcessGroupCollectives::PrepareCollective(const Collective
   return static_cast<CollectiveId>(prepared_.size()) - 1;
 }
 
+// The parts one behind the other; a view where they lie so.
+at::Tensor InARow(const at::Tensor& tensor, const std::vector<SentElements>& parts) {
+  std::vector<at::Tensor> pieces;
+  std::int64_t begin = -1;
+  std::int64_t end = -1;
+  bool is_row = true;
+  for (const SentElements& part : parts) {
+    if (part.numel == 0) continue;
+    if (begin < 0) begin = end = part.first;
+    is_row = is_row && part.first == end;
+    end = part.first + part.numel;
+    pieces.push_back(tensor.narrow(0, part.first, part.numel));
+  }
+  if (pieces.empty()) return tensor.narrow(0, 0, 0);
+  return is_row ? tensor.narrow(0, begin, end - begin) : at::cat(pieces);
+}
+
 c10::intrusive_ptr<c10d::Work> ProcessGroupCollectives::Start(const Prepared& prepared) {
   const Uncounted backend;
   const CollectiveSpec& spec = prepared.spec;
@@ -155,7 +185,19 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupCollectives::Start(const Prepared& pr
       std::vector<at::Tensor> tensors = {src};
       return prepared.group->allreduce(tensors, options);
     }
-    case CollectiveKind::kAllToAll:
+    case CollectiveKind::kAllToAll: {
+      c10d::AllToAllOptions options;
+      options.timeout = options_.timeout;
+      // Bytes move: nothing is computed, and not every backend has every dtype.
+      std::vector<std::int64_t> receive;
+      for (const std::int64_t numel : spec.receive_numel) receive.push_back(numel * SizeBytes(spec.dtype));
+      std::vector<std::int64_t> send;
+      for (const SentElements& part : spec.sends) send.push_back(part.numel * SizeBytes(spec.dtype));
+      at::Tensor input = InARow(src, spec.sends).view(at::kByte);
+      at::Tensor output =
+          dst.view(at::kByte).narrow(0, 0, std::accumulate(receive.begin(), receive.end(), std::int64_t{0}));
+      return AllToAll(*prepared.group, output, input, receive, send, options);
+    }
     case CollectiveKind::kBroadcast:
     case CollectiveKind::kReduce:
     case CollectiveKind::kGather:

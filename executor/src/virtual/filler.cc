@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "replay/host_kernels.h"
 #include "shardplan/executor/replayer.h"
+#include "shardplan/schemas/exchanges.h"
 #include "virtual/machine.h"
 
 namespace shardplan::executor {
@@ -78,6 +80,7 @@ class ZeroModel final : public Model {
   }
   Status Compute(const ComputeCall& call) override;
   Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;
+  Status Update(const Instruction& instruction) override;
 
   // The first buffer of parameters with poison in it, -1: none.
   BufferId PoisonedShard() const;
@@ -93,6 +96,15 @@ class ZeroModel final : public Model {
       if (machine_.PlaceOf(rank_, buffer, part).block != nullptr) parts.push_back(Part(buffer, part));
     }
     return parts;
+  }
+
+  // This rank's part of a buffer of an exchange, which is as large as the largest rank's.
+  FillerPart OwnPart(const Exchange& exchange, BufferId buffer) const {
+    const ExchangeLayout layout(plan_, exchange);
+    const std::int64_t rank = RankInGroup(plan_.communicators[exchange.communicator], rank_);
+    const bool whole = plan_.buffers[buffer].role == BufferRole::kUpdateWhole;
+    const std::int64_t numel = whole ? layout.WholeNumel(rank) : layout.PiecesNumel(rank);
+    return {machine_.PlaceOf(rank_, buffer, 0), Bytes{numel * SizeBytes(exchange.dtype)}};
   }
 
   const Plan& plan_;
@@ -139,6 +151,41 @@ Status ZeroModel::OptimizerStep(UnitId unit, std::int32_t, StreamId stream) {
       });
     }
   }
+  return {};
+}
+
+// Gradients come into the pieces, these into the whole matrices and back, and the pieces into the parameters.
+Status ZeroModel::Update(const Instruction& instruction) {
+  const Exchange& exchange = plan_.exchanges[instruction.exchange];
+  const bool applies = instruction.kind == InstructionKind::kUpdateApply;
+  const BufferId buffer = applies ? instruction.src : instruction.dst;
+  const FillerParts own = {OwnPart(exchange, buffer)};
+  std::vector<BufferId> uses = {buffer};
+  if (instruction.kind == InstructionKind::kOrthogonalize) {
+    machine_.Enqueue(rank_, instruction.stream, uses, [own] { Spread(own, own, false); });
+    return {};
+  }
+  std::set<UnitId> units;
+  for (const ExchangedMatrix& matrix : exchange.matrices) units.insert(matrix.unit);
+  FillerParts shards;
+  FillerParts gradients;
+  for (const UnitId unit : units) {
+    for (const BufferId gradient : gradients_[unit]) {
+      if (applies) continue;
+      uses.push_back(gradient);
+      std::ranges::copy(Parts(gradient), std::back_inserter(gradients));
+    }
+    for (std::size_t b = 0; b < plan_.buffers.size() && applies; ++b) {
+      const auto shard = static_cast<BufferId>(b);
+      if (plan_.buffers[b].role != BufferRole::kParamSharded || plan_.buffers[b].unit != unit) continue;
+      uses.push_back(shard);
+      std::ranges::copy(Parts(shard), std::back_inserter(shards));
+    }
+  }
+  machine_.Enqueue(rank_, instruction.stream, uses, [applies, own, shards, gradients] {
+    if (applies) return Spread(own, shards, false);
+    Spread(gradients, own, true);
+  });
   return {};
 }
 

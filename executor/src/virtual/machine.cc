@@ -81,8 +81,46 @@ std::int64_t VirtualMachineImpl::NewRecord() {
   return std::ssize(reached_) - 1;
 }
 
+namespace {
+
+// The stretches that a member reads, in elements of its input.
+std::vector<SentElements> InputOf(const Rendezvous& rendezvous, std::int64_t position) {
+  const CollectiveSpec& spec = *rendezvous.specs[position];
+  if (spec.kind == CollectiveKind::kAllToAll) return spec.sends;
+  const bool scatters = spec.kind == CollectiveKind::kReduceScatter;
+  return {{0, spec.slot_numel * (scatters ? rendezvous.members : 1)}};
+}
+
+// The parts that a member of an all_to_all gets, one from each member, in elements of what was read.
+std::vector<SentElements> ReceivedBy(const Rendezvous& rendezvous, std::int64_t position) {
+  std::vector<SentElements> parts;
+  std::int64_t first = 0;
+  for (const CollectiveSpec* spec : rendezvous.specs) {
+    for (std::int64_t to = 0; to < rendezvous.members; ++to) {
+      if (to == position) parts.push_back({first, spec->sends[to].numel});
+      first += spec->sends[to].numel;
+    }
+  }
+  return parts;
+}
+
+// A member that sends another one more or less than that one waits for; -1: none that has joined.
+std::int64_t Disagreeing(const Rendezvous& rendezvous, const CollectiveSpec& spec, std::int64_t position) {
+  if (spec.kind != CollectiveKind::kAllToAll) return -1;
+  for (std::int64_t m = 0; m < rendezvous.members; ++m) {
+    const CollectiveSpec* other = rendezvous.specs[m];
+    if (other != nullptr && (other->sends[position].numel != spec.receive_numel[m] ||
+                             other->receive_numel[position] != spec.sends[m].numel))
+      return m;
+  }
+  return -1;
+}
+
+}  // namespace
+
 Result<Rendezvous*> VirtualMachineImpl::Join(const CollectiveSpec& spec, std::int64_t rank,
-                                             std::int64_t first_rank, std::int64_t sequence) {
+                                             std::int64_t first_rank, std::int64_t position,
+                                             std::int64_t sequence) {
   const Communicator& group = plan_.communicators[spec.communicator];
   auto [entry, added] = rendezvous_.try_emplace({spec.communicator, first_rank, sequence});
   Rendezvous& rendezvous = entry->second;
@@ -91,12 +129,16 @@ Result<Rendezvous*> VirtualMachineImpl::Join(const CollectiveSpec& spec, std::in
     rendezvous.spec = spec;
     rendezvous.members = group.size;
     rendezvous.inputs.resize(static_cast<std::size_t>(group.size));
+    rendezvous.specs.resize(static_cast<std::size_t>(group.size));
+    rendezvous.specs[position] = &spec;
     return &rendezvous;
   }
   const CollectiveSpec& other = rendezvous.spec;
+  const std::int64_t disagrees = other.kind == spec.kind ? Disagreeing(rendezvous, spec, position) : -1;
   if (other.kind == spec.kind && other.slot_numel == spec.slot_numel && other.dtype == spec.dtype &&
       other.reduce_op == spec.reduce_op && other.divisor == spec.divisor && other.src == spec.src &&
-      other.dst == spec.dst) {
+      other.dst == spec.dst && disagrees < 0) {
+    rendezvous.specs[position] = &spec;
     return &rendezvous;
   }
   const auto text = [&](const CollectiveSpec& s) {
@@ -110,6 +152,13 @@ Result<Rendezvous*> VirtualMachineImpl::Join(const CollectiveSpec& spec, std::in
       {},
       {},
       {}};
+  if (disagrees >= 0) {
+    const CollectiveSpec& peer = *rendezvous.specs[disagrees];
+    error.found = fmt::format("rank {}: {} elements to and {} from position {} of the group", rank,
+                              spec.sends[disagrees].numel, spec.receive_numel[disagrees], disagrees);
+    error.expected = fmt::format("{} and {}", peer.receive_numel[position], peer.sends[position].numel);
+    return std::unexpected(std::move(error));
+  }
   error.found = fmt::format("rank {}: {}", rank, text(spec));
   error.expected = text(other);
   return std::unexpected(std::move(error));
@@ -170,16 +219,20 @@ void VirtualMachineImpl::EndCollective(std::size_t index) {
 
 void VirtualMachineImpl::ReadInputs(Rendezvous& rendezvous) {
   const CollectiveSpec& spec = rendezvous.spec;
-  const std::int64_t slots = spec.kind == CollectiveKind::kReduceScatter ? rendezvous.members : 1;
-  const std::int64_t bytes = spec.slot_numel * slots * SizeBytes(spec.dtype);
   std::int64_t read = 0;
-  for (const Place& input : rendezvous.inputs) {
-    if (content_ == VirtualContent::kMarks) {
-      AddMarks(input.block->marks, input.offset, bytes, rendezvous.gathered_marks, read);
-    } else {
-      rendezvous.gathered.insert(rendezvous.gathered.end(), input.data(), input.data() + bytes);
+  for (std::int64_t m = 0; m < rendezvous.members; ++m) {
+    const Place& input = rendezvous.inputs[m];
+    for (const SentElements& part : InputOf(rendezvous, m)) {
+      const std::int64_t first = part.first * SizeBytes(spec.dtype);
+      const std::int64_t bytes = part.numel * SizeBytes(spec.dtype);
+      if (content_ == VirtualContent::kMarks) {
+        AddMarks(input.block->marks, input.offset + first, bytes, rendezvous.gathered_marks, read);
+      } else {
+        rendezvous.gathered.insert(rendezvous.gathered.end(), input.data() + first,
+                                   input.data() + first + bytes);
+      }
+      read += bytes;
     }
-    read += bytes;
   }
   rendezvous.read = true;
 }
@@ -191,6 +244,13 @@ void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
                    "all inputs are read before an output is written, and each member writes once");
   if (content_ == VirtualContent::kMarks) {
     WriteMarks(item);
+  } else if (spec.kind == CollectiveKind::kAllToAll) {
+    std::byte* to = item.output.data();
+    for (const SentElements& part : ReceivedBy(rendezvous, item.position)) {
+      const std::int64_t bytes = part.numel * SizeBytes(spec.dtype);
+      std::copy_n(rendezvous.gathered.data() + part.first * SizeBytes(spec.dtype), bytes, to);
+      to += bytes;
+    }
   } else if (spec.kind == CollectiveKind::kAllGather) {
     std::memcpy(item.output.data(), rendezvous.gathered.data(), rendezvous.gathered.size());
   } else {
@@ -211,6 +271,16 @@ void VirtualMachineImpl::WriteMarks(const WorkItem& item) {
   const CollectiveSpec& spec = rendezvous.spec;
   const std::int64_t slot = spec.slot_numel * SizeBytes(spec.dtype);
   PoisonMarks& marks = item.output.block->marks;
+  if (spec.kind == CollectiveKind::kAllToAll) {
+    std::int64_t to = item.output.offset;
+    for (const SentElements& part : ReceivedBy(rendezvous, item.position)) {
+      const std::int64_t bytes = part.numel * SizeBytes(spec.dtype);
+      marks.Clear(to, to + bytes);
+      AddMarks(rendezvous.gathered_marks, part.first * SizeBytes(spec.dtype), bytes, marks, to);
+      to += bytes;
+    }
+    return;
+  }
   const bool gathers = spec.kind == CollectiveKind::kAllGather;
   marks.Clear(item.output.offset, item.output.offset + (gathers ? slot * rendezvous.members : slot));
   const bool scatter = spec.kind == CollectiveKind::kReduceScatter;

@@ -27,10 +27,11 @@ struct Rendezvous {
   RendezvousKey key;
   CollectiveSpec spec;
   std::int64_t members = 0;
-  std::int64_t arrived = 0;         // members whose stream has come to it
-  std::vector<Place> inputs;        // by position in the group
-  std::vector<std::byte> gathered;  // what was read: all members' inputs, one after the other
-  PoisonMarks gathered_marks;       // ... kMarks: where it was poison
+  std::int64_t arrived = 0;                  // members whose stream has come to it
+  std::vector<Place> inputs;                 // by position in the group
+  std::vector<const CollectiveSpec*> specs;  // likewise; null: has not joined yet
+  std::vector<std::byte> gathered;           // what was read: all members' inputs, one after the other
+  PoisonMarks gathered_marks;                // ... kMarks: where it was poison
   bool read = false;
   std::int64_t finished = 0;
 };
@@ -89,9 +90,9 @@ class VirtualMachineImpl final : public VirtualMachine {
   bool IsIdle(std::int64_t rank, StreamId stream) const;
   std::int64_t NewRecord();
   bool IsReached(std::int64_t record) const { return reached_[record]; }
-  // The group is named by its first rank.
+  // The group is named by its first rank. The spec outlives the collective.
   Result<Rendezvous*> Join(const CollectiveSpec& spec, std::int64_t rank, std::int64_t first_rank,
-                           std::int64_t sequence);
+                           std::int64_t position, std::int64_t sequence);
   const Plan& plan() const { return plan_; }
   HandOut hand_out() const { return hand_out_; }
   VirtualContent content() const { return content_; }

@@ -309,7 +309,7 @@ Status VirtualRank::Issue(CollectiveId id, StreamId stream) {
   if (!dst) return std::unexpected(dst.error());
   const Group& group = groups_[spec.communicator];
   const std::int64_t sequence = issued_[spec.communicator]++;
-  Result<Rendezvous*> rendezvous = machine_.Join(spec, rank_, group.first_rank, sequence);
+  Result<Rendezvous*> rendezvous = machine_.Join(spec, rank_, group.first_rank, group.position, sequence);
   if (!rendezvous) return std::unexpected(rendezvous.error());
   WorkItem item;
   item.kind = WorkItem::Kind::kCollective;

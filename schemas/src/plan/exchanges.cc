@@ -7,6 +7,7 @@
 #include <map>
 #include <utility>
 
+#include "shardplan/schemas/instruction_set.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan {
@@ -170,6 +171,16 @@ std::int64_t ExchangeLayout::SentNumel(ExchangeDirection direction, std::int64_t
   return sent;
 }
 
+std::int64_t ExchangeLayout::SentFirst(ExchangeDirection direction, std::int64_t from,
+                                       std::int64_t to) const {
+  const bool there = direction == ExchangeDirection::kToOwners;
+  std::int64_t first = 0;
+  for (std::int64_t before = 0; before < (there ? to : to % shards_); ++before)
+    first +=
+        there ? SentNumel(ExchangeDirection::kToShards, before, from) : SentNumel(direction, from, before);
+  return first;
+}
+
 std::int64_t ExchangeLayout::PiecesNumel(std::int64_t rank) const {
   std::int64_t numel = 0;
   for (std::size_t m = 0; m < exchange_.matrices.size(); ++m) numel += PieceNumel(m, rank);
@@ -239,6 +250,11 @@ ExchangeDirection DirectionOf(const Plan& plan, const Instruction& all_to_all) {
 ExchangeTraffic TrafficOf(const Plan& plan, const Instruction& all_to_all) {
   return TrafficOf(plan, plan.exchanges[static_cast<std::size_t>(all_to_all.exchange)],
                    DirectionOf(plan, all_to_all));
+}
+
+Bytes TensorBytesOf(const Plan& plan, const Instruction& collective) {
+  if (collective.exchange >= 0) return TrafficOf(plan, collective).size_bytes;
+  return SizeBytes(plan.buffers[static_cast<std::size_t>(FullTensorOf(collective))]);
 }
 
 Status CheckExchanges(const Plan& plan) { return ExchangesCheck(plan).Run(); }

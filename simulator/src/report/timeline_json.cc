@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "report/trace_events.h"
+#include "shardplan/schemas/exchanges.h"
 #include "shardplan/schemas/instruction_set.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/simulate.h"
@@ -104,7 +105,7 @@ class TimelineWriter {
     const BufferId tensor = FullTensorOf(instruction);
     if (instruction.communicator >= 0 && tensor >= 0) {
       const Buffer& buffer = plan_.buffers[static_cast<std::size_t>(tensor)];
-      args["bytes"] = SizeBytes(buffer).value;
+      args["bytes"] = TensorBytesOf(plan_, instruction).value;
       args["dtype"] = Name(buffer.dtype);
       args["communicator"] = plan_.communicators[static_cast<std::size_t>(instruction.communicator)].name;
     }

@@ -5,9 +5,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "executor/src/replay/host_kernels.h"
+#include "shardplan/executor/collectives.h"
 #include "shardplan/schemas/alive_buffers.h"
+#include "shardplan/schemas/exchanges.h"
 
 namespace shardplan::test {
 
@@ -373,11 +376,72 @@ void CheckedModel::AddReduced(UnitId unit, std::int32_t parameter, bool on_host,
 }
 
 void CheckedModel::StepParameter(UnitId unit, std::int32_t parameter, bool on_host, Work& work) {
-  std::int64_t& version = versions_[unit][parameter];
+  const std::int64_t version = versions_[unit][parameter];
   if (version >= expected_.Versions(unit, parameter)) {
     return Fail(fmt::format("the optimizer steps {} once too often", NameOf(unit, parameter)));
   }
   AddReduced(unit, parameter, on_host, work.checks);
+  ApplyUpdate(unit, parameter, work);
+}
+
+bool CheckedModel::IsExchanged(UnitId unit, std::int32_t parameter) const {
+  return std::ranges::any_of(plan_.exchanges, [&](const Exchange& exchange) {
+    return std::ranges::any_of(exchange.matrices, [&](const ExchangedMatrix& matrix) {
+      return matrix.unit == unit && matrix.parameter == parameter;
+    });
+  });
+}
+
+// A rank's shard has neighbouring rows of a matrix.
+CheckedModel::Stretch CheckedModel::PieceOf(const Exchange& exchange, std::size_t m,
+                                            std::int64_t rank) const {
+  const ExchangedMatrix& matrix = exchange.matrices[m];
+  const UnitParameter& parameter = plan_.units[matrix.unit].parameters[matrix.parameter];
+  const std::int64_t begin = matrix.first_row * ColumnsOf(parameter);
+  const std::int64_t end = begin + RowsOf(parameter, matrix) * ColumnsOf(parameter);
+  for (const ShardRun& run : expected_.Shard(matrix.unit, rank)) {
+    if (run.parameter != matrix.parameter) continue;
+    const std::int64_t from = std::max(begin, run.in_whole);
+    const std::int64_t to = std::min(end, run.in_whole + run.numel);
+    if (from < to) return {.matrix = m, .in_whole = from, .numel = to - from};
+  }
+  return {.matrix = m};
+}
+
+// Owner by owner this rank's rows.
+std::vector<CheckedModel::Stretch> CheckedModel::PiecesIn(const Exchange& exchange) const {
+  std::vector<Stretch> stretches;
+  std::int64_t at = 0;
+  for (std::int64_t owner = 0; owner < plan_.communicators[exchange.communicator].size; ++owner) {
+    for (std::size_t m = 0; m < exchange.matrices.size(); ++m) {
+      if (exchange.matrices[m].owner != owner) continue;
+      Stretch& piece = stretches.emplace_back(PieceOf(exchange, m, rank_));
+      piece.in_buffer = at;
+      at += piece.numel;
+    }
+  }
+  return stretches;
+}
+
+// Shard by shard the rows of this rank's matrices.
+std::vector<CheckedModel::Stretch> CheckedModel::WholeIn(const Exchange& exchange) const {
+  std::vector<Stretch> stretches;
+  std::int64_t at = 0;
+  const std::int64_t own = executor::RankInGroup(plan_.communicators[exchange.communicator], rank_);
+  const Unit& unit = plan_.units[exchange.matrices.front().unit];
+  for (const std::int64_t rank : executor::GroupOf(plan_.communicators[unit.shard_communicator], rank_)) {
+    for (std::size_t m = 0; m < exchange.matrices.size(); ++m) {
+      if (exchange.matrices[m].owner != own) continue;
+      Stretch& piece = stretches.emplace_back(PieceOf(exchange, m, rank));
+      piece.in_buffer = at;
+      at += piece.numel;
+    }
+  }
+  return stretches;
+}
+
+void CheckedModel::ApplyUpdate(UnitId unit, std::int32_t parameter, Work& work) {
+  std::int64_t& version = versions_[unit][parameter];
   const BufferId shard = shard_of_[unit];
   const DType dtype = DTypeOf(plan_.buffers[shard], parameter);
   for (const ShardRun& run : expected_.Shard(unit, rank_)) {
@@ -392,15 +456,62 @@ void CheckedModel::StepParameter(UnitId unit, std::int32_t parameter, bool on_ho
   ++version;
 }
 
+Status CheckedModel::Update(const Instruction& instruction) {
+  const Exchange& exchange = plan_.exchanges[instruction.exchange];
+  const bool copies = instruction.kind == InstructionKind::kUpdateCopyIn;
+  const bool applies = instruction.kind == InstructionKind::kUpdateApply;
+  const BufferId buffer = applies ? instruction.src : instruction.dst;
+  const std::int64_t size = SizeBytes(exchange.dtype);
+  Work work;
+  std::set<std::pair<UnitId, std::int32_t>> seen;
+  for (const Stretch& stretch : copies || applies ? PiecesIn(exchange) : WholeIn(exchange)) {
+    const ExchangedMatrix& matrix = exchange.matrices[stretch.matrix];
+    if (instruction.matrix >= 0 && stretch.matrix != static_cast<std::size_t>(instruction.matrix)) continue;
+    const std::int64_t version = versions_[matrix.unit][matrix.parameter];
+    if (version >= expected_.Versions(matrix.unit, matrix.parameter)) {
+      Fail(fmt::format("the optimizer steps {} once too often", NameOf(matrix.unit, matrix.parameter)));
+      return {};
+    }
+    const auto part = [&](std::span<const std::byte> whole) {
+      return whole.subspan(static_cast<std::size_t>(stretch.in_whole * size),
+                           static_cast<std::size_t>(stretch.numel * size));
+    };
+    const std::span<const std::byte> reduced =
+        part(expected_.Reduced(matrix.unit, matrix.parameter, rank_, version, exchange.dtype));
+    const std::span<const std::byte> updated =
+        part(expected_.Updated(matrix.unit, matrix.parameter, rank_, version, exchange.dtype));
+    const BytePlace at = {buffer, 0, stretch.in_buffer * size};
+    if (copies) {
+      if (seen.emplace(matrix.unit, matrix.parameter).second)
+        AddReduced(matrix.unit, matrix.parameter, false, work.checks);
+    } else {
+      work.checks.push_back({.at = at,
+                             .expected = applies ? updated : reduced,
+                             .dtype = exchange.dtype,
+                             .unit = matrix.unit,
+                             .parameter = matrix.parameter,
+                             .first = stretch.in_whole});
+    }
+    if (!applies) work.writes.push_back({at, copies ? reduced : updated, exchange.dtype});
+    if (applies) seen.emplace(matrix.unit, matrix.parameter);
+  }
+  for (const auto& [unit, parameter] : seen) {
+    if (applies) ApplyUpdate(unit, parameter, work);
+  }
+  return Enqueue(instruction.stream, std::move(work), std::string(Name(instruction.kind)));
+}
+
 // The optimizer's own memory is overwritten, so that whoever shares it by mistake notices.
-void CheckedModel::AddScratch(UnitId only_unit, Work& work) {
+void CheckedModel::AddScratch(UnitId only_unit, bool of_exchanged, Work& work) {
   for (std::size_t b = 0; b < plan_.buffers.size(); ++b) {
     const Buffer& buffer = plan_.buffers[b];
     const auto id = static_cast<BufferId>(b);
     const bool of_other = only_unit >= 0 && buffer.unit >= 0 && buffer.unit != only_unit;
     if (!IsOptimizersOwn(buffer) || of_other) continue;
     if (!memory_.IsAlive(id)) {
-      const bool needed = optimizer_steps_ < optimizers_own_.size() &&
+      // Memory of no unit is the other parameters' optimizer's.
+      const bool others = of_exchanged && buffer.unit < 0;
+      const bool needed = !others && optimizer_steps_ < optimizers_own_.size() &&
                           std::ranges::count(optimizers_own_[optimizer_steps_], id) > 0;
       if (needed) Fail(fmt::format("the optimizer steps without {}", buffer.name));
       continue;
@@ -420,10 +531,13 @@ Status CheckedModel::OptimizerStep(UnitId only_unit, std::int32_t only_parameter
     if (shard_of_[u] < 0 || (only_unit >= 0 && only_unit != unit)) continue;
     for (std::size_t p = 0; p < versions_[u].size(); ++p) {
       const auto parameter = static_cast<std::int32_t>(p);
-      if (only_parameter < 0 || only_parameter == parameter) StepParameter(unit, parameter, stream < 0, work);
+      // A step of all parameters is not of those that an exchange steps.
+      const bool meant = only_parameter < 0 ? !IsExchanged(unit, parameter) : only_parameter == parameter;
+      if (meant) StepParameter(unit, parameter, stream < 0, work);
     }
   }
-  AddScratch(only_unit, work);
+  const bool of_exchanged = only_parameter >= 0 && IsExchanged(only_unit, only_parameter);
+  AddScratch(only_unit, of_exchanged, work);
   ++optimizer_steps_;
   return Enqueue(stream, std::move(work), "optimizer step");
 }

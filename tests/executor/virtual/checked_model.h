@@ -49,6 +49,8 @@ class CheckedModel final : public executor::Model {
   Status OptimizerStep(UnitId unit, std::int32_t parameter, StreamId stream) override;
   Status ZeroGrad(UnitId unit) override;
 
+  Status Update(const Instruction& instruction) override;
+
  private:
   // Bytes that have to be `expected`. `version`: of a parameter, -1: of a gradient.
   struct Piece {
@@ -75,9 +77,21 @@ class CheckedModel final : public executor::Model {
   void AddActivations(const executor::ComputeCall& call, Work& work);
   std::span<const std::byte> ActivationOf(StorageId storage, std::int32_t microbatch, std::int64_t step,
                                           std::size_t bytes);
+  // A stretch of a matrix of an exchange in a rank's buffer of it, in elements.
+  struct Stretch {
+    std::size_t matrix = 0;
+    std::int64_t in_whole = 0;  // of the parameter
+    std::int64_t in_buffer = 0;
+    std::int64_t numel = 0;
+  };
+  std::vector<Stretch> PiecesIn(const Exchange& exchange) const;
+  std::vector<Stretch> WholeIn(const Exchange& exchange) const;
+  Stretch PieceOf(const Exchange& exchange, std::size_t matrix, std::int64_t rank) const;
+  void ApplyUpdate(UnitId unit, std::int32_t parameter, Work& work);
+  bool IsExchanged(UnitId unit, std::int32_t parameter) const;
   void StepParameter(UnitId unit, std::int32_t parameter, bool on_host, Work& work);
   void AddReduced(UnitId unit, std::int32_t parameter, bool on_host, std::vector<Piece>& checks);
-  void AddScratch(UnitId only_unit, Work& work);
+  void AddScratch(UnitId only_unit, bool of_exchanged, Work& work);
   Status Enqueue(StreamId stream, Work work, const std::string& where);
   void Check(const Piece& piece, const std::byte* found, const std::string& where);
   void Fail(std::string message);

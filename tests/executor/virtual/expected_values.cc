@@ -7,6 +7,7 @@
 
 #include "executor/src/replay/host_kernels.h"
 #include "shardplan/executor/collectives.h"
+#include "shardplan/schemas/exchanges.h"
 
 namespace shardplan::test {
 namespace {
@@ -324,6 +325,20 @@ ExpectedValues::Numbers ExpectedValues::ReducedNumbers(UnitId unit, std::int32_t
   return sum;
 }
 
+ExpectedValues::Numbers ExpectedValues::UpdatedNumbers(UnitId unit, std::int32_t parameter, std::int64_t rank,
+                                                       std::int64_t version) const {
+  Numbers numbers = ReducedNumbers(unit, parameter, rank, version);
+  for (const Exchange& exchange : plan_.exchanges) {
+    for (const ExchangedMatrix& matrix : exchange.matrices) {
+      if (matrix.unit != unit || matrix.parameter != parameter) continue;
+      const UnitParameter& own = plan_.units[unit].parameters[parameter];
+      const auto begin = numbers.begin() + matrix.first_row * ColumnsOf(own);
+      std::reverse(begin, begin + RowsOf(own, matrix) * ColumnsOf(own));
+    }
+  }
+  return numbers;
+}
+
 const ExpectedValues::Numbers& ExpectedValues::ParameterNumbers(UnitId unit, std::int32_t parameter,
                                                                 std::int64_t rank, std::int64_t version) {
   const std::int64_t first = groups_[unit][parameter][rank].front();
@@ -339,7 +354,7 @@ const ExpectedValues::Numbers& ExpectedValues::ParameterNumbers(UnitId unit, std
     return numbers;
   }
   const Numbers& before = ParameterNumbers(unit, parameter, rank, version - 1);
-  const Numbers gradient = ReducedNumbers(unit, parameter, rank, version - 1);
+  const Numbers gradient = UpdatedNumbers(unit, parameter, rank, version - 1);
   for (std::size_t e = 0; e < numbers.size(); ++e) numbers[e] = Wrap(before[e] - gradient[e]);
   return numbers;
 }
@@ -367,6 +382,14 @@ std::span<const std::byte> ExpectedValues::Reduced(UnitId unit, std::int32_t par
   const Key key = {What::kReduced, unit, parameter, groups_[unit][parameter][rank].front(), version, dtype};
   if (const auto found = bytes_.find(key); found != bytes_.end()) return found->second;
   return Bytes(key, ReducedNumbers(unit, parameter, rank, version));
+}
+
+std::span<const std::byte> ExpectedValues::Updated(UnitId unit, std::int32_t parameter, std::int64_t rank,
+                                                   std::int64_t version, DType dtype) {
+  if (of_[unit][parameter].reduced[version].empty()) return {};
+  const Key key = {What::kUpdated, unit, parameter, groups_[unit][parameter][rank].front(), version, dtype};
+  if (const auto found = bytes_.find(key); found != bytes_.end()) return found->second;
+  return Bytes(key, UpdatedNumbers(unit, parameter, rank, version));
 }
 
 std::span<const std::byte> ExpectedValues::Made(UnitId unit, std::int32_t parameter, std::int64_t rank,

@@ -7,8 +7,8 @@
 // A parameter's elements are small integers, a pattern of its own for every group of ranks that share it. The
 // k-th gradient that the backward makes of it on a rank is a pattern of (parameter, k, rank), a multiple of
 // what it will be divided by. An optimizer step takes the mean of the gradients off the parameter and brings
-// it back to [-8, 8]. All of these and their sums are exact in every dtype, whatever the order of summation,
-// so a run is right only if every byte is.
+// it back to [-8, 8]; where the parameter is in an exchange, the mean turned round. All of these and their
+// sums are exact in every dtype, whatever the order of summation, so a run is right only if every byte is.
 #pragma once
 
 #include <cstddef>
@@ -48,6 +48,10 @@ class ExpectedValues {
                                        std::int64_t version, DType dtype);
   // The whole reduced gradient that takes `version` to the next one. Empty: there is none.
   std::span<const std::byte> Reduced(UnitId unit, std::int32_t parameter, std::int64_t rank,
+                                     std::int64_t version, DType dtype);
+  // The update that a matrix optimizer by owners makes of it: each matrix turned round, last element first,
+  // so that every rank needs rows of others. Empty: the parameter is in no exchange.
+  std::span<const std::byte> Updated(UnitId unit, std::int32_t parameter, std::int64_t rank,
                                      std::int64_t version, DType dtype);
   // The gradient that the rank's backward makes as the parameter's `index`-th since the beginning.
   std::span<const std::byte> Made(UnitId unit, std::int32_t parameter, std::int64_t rank, std::int64_t index,
@@ -91,7 +95,9 @@ class ExpectedValues {
   const Numbers& ParameterNumbers(UnitId unit, std::int32_t parameter, std::int64_t rank,
                                   std::int64_t version);
 
-  enum class What : std::uint8_t { kParameter, kReduced, kMade };
+  Numbers UpdatedNumbers(UnitId unit, std::int32_t parameter, std::int64_t rank, std::int64_t version) const;
+
+  enum class What : std::uint8_t { kParameter, kReduced, kUpdated, kMade };
   using Key = std::tuple<What, UnitId, std::int32_t, std::int64_t, std::int64_t, DType>;
   std::span<const std::byte> Bytes(const Key& key, const Numbers& numbers);
 

@@ -33,6 +33,8 @@ struct Sample {
 const std::vector<Sample> kSamples = {{"knob/fsdp2/reshard_2_bf16", 151},
                                       {"knob/fsdp2/offload_accumulation", 151},
                                       {"knob/fsdp2/adamw1", 89},
+                                      {"knob/fsdp2/owners_3_bf16", 61},
+                                      {"knob/fsdp2/owners_hsdp_buckets", 151},
                                       {"knob/fsdp1/hybrid_shard1", 151},
                                       {"golden/fsdp2/no_sync_mixed_precision", 211},
                                       {"golden/fsdp1/optimizer_in_backward_offload", 89},

@@ -147,6 +147,8 @@ class Series {
     if (i.kind == InstructionKind::kOptimizerStep && i.unit >= 0) {
       SetId("parameter", &Instruction::parameter, plan_.units[i.unit].parameters);
     }
+    SetId("exchange", &Instruction::exchange, plan_.exchanges);
+    if (i.matrix >= 0) SetId("matrix", &Instruction::matrix, plan_.exchanges[i.exchange].matrices);
     ChangeBufferOf("src", &Instruction::src);
     ChangeBufferOf("dst", &Instruction::dst);
     if (i.kind == InstructionKind::kCompute) {
@@ -179,6 +181,7 @@ class Series {
         {kBindUnsharded, kBindSharded, kFree},
         {kGradScale, kAllReduce},
         {kRecord, kWait, kHostWait},
+        {kUpdateCopyIn, kAllToAll, kOrthogonalize, kUpdateApply},
         {kOptimizerStep, kZeroGrad}};
     for (const std::vector<InstructionKind>& group : kGroups) {
       if (std::ranges::find(group, kind) != group.end()) return group;

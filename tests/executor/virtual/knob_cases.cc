@@ -383,6 +383,44 @@ void AddFsdp1(Cases& cases) {
   cases.Add(p, "adamw", 2, [](PlanCase& c) { c.strategy.optimizer = {.kind = OptimizerKind::kAdamW}; });
 }
 
+// Matrices of odd rows, and of fewer rows than ranks, whose owners exchange them; vectors, the embedding and
+// the head stay with AdamW.
+void AddOwners(Cases& cases) {
+  const auto add = [&](const std::string& name, std::int64_t ranks, Muon muon, const Cases::Change& change) {
+    cases.Add("fsdp2", "owners_" + name, ranks, [&](PlanCase& c) {
+      change(c);
+      testing::AddMuon(c.trace, {});
+      StorageId next = 1 << 21;
+      c.trace.optimizer_steps.push_back(testing::MuonStepOf({2, 4}, 1, 1, next));
+      muon.matrices = {"layers.*.*.weight0", "layers.*.mlp.weight1"};
+      c.strategy.optimizer = {.kind = OptimizerKind::kAdamW, .muon = muon};
+    });
+  };
+  const auto same = [](PlanCase&) {};
+  const auto of_replicas = [](PlanCase& c) { c.strategy.mesh = {{"replicate", 2}, {"shard", 2}}; };
+  const auto half = [](PlanCase& c) {
+    c.strategy.mixed_precision = MixedPrecision{.param_dtype = kBf16, .reduce_dtype = kFp32};
+  };
+  const Muon owned = {.compute = {{}}};
+  const Muon over_replicas = {.compute = {{.over_replicas = true}}};
+  const std::vector<std::vector<std::string>> by_block = {{"layers.0.*.*"}, {"layers.1.*.*"}};
+  add("2", 2, owned, same);
+  add("3_bf16", 3, owned, half);
+  add("buckets", 2, {.compute = {{}}, .buckets = by_block}, same);
+  add("dist_muon", 2, {.compute = {{}}, .buckets = by_block, .dist_muon = true}, same);
+  add("one_for_all", 2, {.compute = {{.owner = 1}}}, same);
+  add("hsdp", 4, owned, of_replicas);
+  add("hsdp_over_replicas", 4, over_replicas, of_replicas);
+  add("hsdp_buckets", 4, {.compute = {{.over_replicas = true}}, .buckets = by_block}, of_replicas);
+  add("blocks", 4, {.compute = {{.parameters = {"layers.*.mlp.weight0"}, .block_rows = 2}, {}}}, same);
+  add("batches", 3, owned, [](PlanCase& c) {
+    for (Parameter& parameter : c.trace.parameters) {
+      if (parameter.fqn.ends_with("mlp.weight0")) parameter.shape = {4, 2, 2};
+    }
+  });
+  add("accumulate", 2, owned, [](PlanCase& c) { c.strategy.program = {Accumulation(2, {}, {})}; });
+}
+
 }  // namespace
 
 std::vector<PlanCase> KnobCases() {
@@ -391,6 +429,7 @@ std::vector<PlanCase> KnobCases() {
   AddFsdp2Knobs(cases);
   AddFsdp2Accumulation(cases);
   AddTwoLevels(cases);
+  AddOwners(cases);
   AddFsdp1(cases);
   return cases.Take();
 }

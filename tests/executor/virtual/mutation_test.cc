@@ -37,7 +37,10 @@ const std::vector<std::string> kCases = {"knob/fsdp2/ranks2",
                                          "knob/fsdp1/hybrid_shard1",
                                          "knob/fsdp1/no_shard1",
                                          "knob/fsdp2/unshard_async_op",
-                                         "knob/fsdp2/checkpoint_around_units"};
+                                         "knob/fsdp2/checkpoint_around_units",
+                                         "knob/fsdp2/owners_3_bf16",
+                                         "knob/fsdp2/owners_dist_muon",
+                                         "knob/fsdp2/owners_hsdp_buckets"};
 
 class PlanMutations : public ::testing::TestWithParam<PlanCase> {};
 
@@ -130,8 +133,8 @@ class KnobPlan {
 };
 
 TEST(LeftOut, AnyMoveIsFound) {
-  for (const std::string name :
-       {"knob/fsdp2/reshard_2_bf16", "knob/fsdp2/bf16_hsdp", "knob/fsdp1/full_shard1"}) {
+  for (const std::string name : {"knob/fsdp2/reshard_2_bf16", "knob/fsdp2/bf16_hsdp",
+                                 "knob/fsdp1/full_shard1", "knob/fsdp2/owners_hsdp_buckets"}) {
     KnobPlan knob(name);
     int tried = 0;
     const std::vector<Trigger>& triggers = knob.plan().steps.back().triggers;
@@ -141,7 +144,8 @@ TEST(LeftOut, AnyMoveIsFound) {
         const InstructionKind kind = triggers[t].instructions[i].kind;
         if (kind != kCopyIn && kind != kAllGather && kind != kCopyOut && kind != kGradCopyIn &&
             kind != kReduceScatter && kind != kAllReduce && kind != kGradCast && kind != kAllocate &&
-            kind != kBindUnsharded) {
+            kind != kBindUnsharded && kind != kUpdateCopyIn && kind != kAllToAll && kind != kOrthogonalize &&
+            kind != kUpdateApply) {
           continue;
         }
         Plan other = knob.plan();

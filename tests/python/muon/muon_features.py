@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training does with sp.Muon besides stepping, on a rank each: groups and schedulers, closures, states, ties, other
-optimizers next to it. A function returns "" or what is wrong."""
+"""A training does more with sp.Muon than step it; here on a rank each: groups and schedulers, closures, states, ties,
+other optimizers next to it. A function returns "" or what is wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +46,12 @@ def groups_and_scheduler(ranks: int) -> str:
 
     def grouped(model: nn.Module) -> list[dict]:
         return [
-            {"params": list(model.layer0.parameters())[:3], "lr": 0.1, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"},
+            {
+                "params": list(model.layer0.parameters())[:3],
+                "lr": 0.1,
+                "momentum": 0.8,
+                "adjust_lr_fn": "match_rms_adamw",
+            },
             {"params": list(model.layer1.parameters())[:3], "weight_decay": 0.3, "nesterov": False, "ns_steps": 4},
         ]
 
@@ -69,7 +74,7 @@ def groups_and_scheduler(ranks: int) -> str:
 
     single = torch.optim.Muon(grouped(theirs), lr=0.02)
     run(theirs, single, give)
-    parameters = {fqn: parameter.detach() for of in shapes.values() for fqn in of for parameter in [theirs.get_parameter(fqn)]}
+    parameters = {fqn: theirs.get_parameter(fqn).detach() for of in shapes.values() for fqn in of}
     momenta = {fqn: single.state[theirs.get_parameter(fqn)]["momentum_buffer"] for fqn in parameters}
     assert [{k: v for k, v in g.items() if k != "params"} for g in muon.param_groups] == [
         {k: v for k, v in g.items() if k != "params"} for g in single.param_groups
@@ -157,8 +162,8 @@ def exact(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 def beside_torch_on_fsdp2(ranks: int) -> str:
-    """torch.optim.Muon on the same DTensors adds products in other orders, with the same roundings, so that the error of
-    its iterations is of the size of ours. Steps add up errors, times the rate."""
+    """torch.optim.Muon on the same DTensors adds products in other orders, with the same roundings, so that the error
+    of its iterations is of the size of ours. Steps add up errors, times the rate."""
     from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
     shapes, rate, steps = units(LAYER, LAYER), 0.02, 3
@@ -187,8 +192,8 @@ def beside_torch_on_fsdp2(ranks: int) -> str:
 
 
 def in_training(ranks: int) -> str:
-    """A model that sp.auto has set up, with two micro-batches, clipped gradients and AdamW for the rest, next to FSDP2 with
-    the same two optimizers."""
+    """A model that follows a plan of sp.auto, with two micro-batches, clipped gradients and AdamW for the rest, next
+    to FSDP2 with the same two optimizers."""
     import shardplan.torch as sp
     from torch.distributed.fsdp import fully_shard
 
@@ -205,7 +210,8 @@ def in_training(ranks: int) -> str:
     theirs = layers()
     for block in theirs[1]:
         fully_shard(block, mesh=mesh)
-    models = {"ours": sp.auto(layers(), mesh, units=["1.*"], plans=None, quiet=True), "fsdp2": fully_shard(theirs, mesh=mesh)}
+    ours = sp.auto(layers(), mesh, units=["1.*"], plans=None, quiet=True)
+    models = {"ours": ours, "fsdp2": fully_shard(theirs, mesh=mesh)}
     seen: dict[str, list] = {name: [] for name in models}
     for name, model in models.items():
         muon = sp.Muon(model, plan=plan, lr=0.02)
@@ -231,8 +237,29 @@ def in_training(ranks: int) -> str:
     return "" if all(equal) else f"differ: {equal}"
 
 
+def without_owner(ranks: int) -> str:
+    """A matrix that stays sharded is stepped by torch on DTensors, beside one that is exchanged."""
+    import shardplan.torch as sp
+
+    shapes = units({"wide": (64, 192), "square": (64, 64)})
+    planned = document(shapes, ranks)
+    planned["exchanges"][0]["matrices"] = planned["exchanges"][0]["matrices"][:1]
+    instructions = planned["steps"][0]["triggers"][1]["instructions"]
+    instructions[:] = [line for line in instructions if line["kind"] != "orthogonalize" or line["matrix"] == 0]
+    instructions.insert(0, {"kind": "optimizer_step", "stream": "compute", "unit": "layer0", "parameter": 1})
+    ours, theirs = (sharded(shapes, FLOAT, make_mesh(1, ranks)) for _ in range(2))
+    muon = sp.Muon(ours, plan=written(planned, ranks), lr=0.02)
+    train(ours, muon, range(2))
+    torchs = torch.optim.Muon([theirs.layer0.square], lr=0.02)
+    train(theirs, torchs, range(2))
+    if not torch.equal(ours.layer0.square.to_local(), theirs.layer0.square.to_local()):
+        return "the sharded matrix"
+    parameters, momenta = in_one_process(units({"wide": (64, 192)}), FLOAT, 2, {"lr": 0.02}, {})
+    return difference(muon, ours, parameters, momenta)
+
+
 FEATURES = (
-    groups_and_scheduler, closure, versions, state_dicts, tied, beside_torch_on_fsdp2, in_training,
+    without_owner, groups_and_scheduler, closure, versions, state_dicts, tied, beside_torch_on_fsdp2, in_training,
 )
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan documents with exchanges, written here: matrices go to owners by longest processing time first, and the exchanges
-of two units overlap with the iterations of a third."""
+"""Plan documents with exchanges, written here: matrices go to owners by longest processing time first, and the
+exchanges of two units overlap with the iterations of a third."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def document(
     described = [
         {
             "fqn": name, "modules": [name], "shard_communicator": "shard",
-            "parameters": [{"fqn": fqn, "shape": list(shape), "dtype": "float32"} for fqn, shape in of_unit.items()],
+            "parameters": [{"fqn": fqn, "shape": list(shape), "muon": True} for fqn, shape in of_unit.items()],
         }
         for name, of_unit in units.items()
     ]

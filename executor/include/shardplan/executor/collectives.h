@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives: all_gather, reduce_scatter and all_reduce on the communicators of a plan, and exchanges of
-// bytes, for one rank.
+// Collectives: all_gather, reduce_scatter, all_reduce and all_to_all on the communicators of a plan, and
+// exchanges of bytes, for one rank.
 //
 // [Note: a failing rank never leaves the others hanging]
 // A collective that does not finish within the timeout fails on every rank that takes part in it, and
@@ -21,12 +21,21 @@
 
 namespace shardplan::executor {
 
+struct SentElements {
+  std::int64_t first = 0;
+  std::int64_t numel = 0;
+  bool operator==(const SentElements&) const = default;
+};
+
 // One collective of the program, on part 0 of its buffers. Offsets and counts are in elements.
 //   all_gather:     slot_numel elements from src at src_offset; every rank's, in the order of the group's
 //   ranks, to
 //                   dst at 0. src == dst: in place.
 //   reduce_scatter: group size x slot_numel elements of src; this rank's slot, reduced, to dst at 0.
 //   all_reduce:     slot_numel elements of src in place (dst == src).
+//   all_to_all:     `sends` of src, one for each rank of the group; receive_numel[r] elements from rank r to
+//                   dst, one behind the other from 0 on. What is behind them in dst stays as it is.
+//                   slot_numel is 0.
 struct CollectiveSpec {
   CollectiveKind kind = CollectiveKind::kAllGather;
   CommunicatorId communicator = -1;
@@ -36,7 +45,9 @@ struct CollectiveSpec {
   std::int64_t slot_numel = 0;
   DType dtype = DType::kFloat32;
   ReduceOp reduce_op = ReduceOp::kSum;
-  double divisor = 1.0;  // of a sum: inputs are multiplied by 1 / divisor
+  double divisor = 1.0;                  // of a sum: inputs are multiplied by 1 / divisor
+  std::vector<SentElements> sends = {};  // of an all_to_all, by rank of the group
+  std::vector<std::int64_t> receive_numel = {};
   bool operator==(const CollectiveSpec&) const = default;
 };
 

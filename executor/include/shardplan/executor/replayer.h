@@ -123,6 +123,9 @@ class Model {
   // the host, now. After ZeroGrad returns, the replayer frees the sharded gradients of the unit that are
   // still alive (memory that you still refer to stays alive).
   virtual Status OptimizerStep(UnitId, std::int32_t /*parameter*/, StreamId) { return {}; }
+  // update_copy_in, orthogonalize (on the matrix' owner alone) and update_apply instructions: issue the work
+  // on the instruction's stream. Not called for a model that runs itself, whose optimizer is the user's.
+  virtual Status Update(const Instruction&) { return {}; }
   virtual Status ZeroGrad(UnitId) { return {}; }
 };
 

@@ -43,6 +43,8 @@ class ExchangeLayout {
   std::int64_t PieceNumel(std::size_t matrix, std::int64_t rank) const;
   // Elements that `from` sends to `to`.
   std::int64_t SentNumel(ExchangeDirection direction, std::int64_t from, std::int64_t to) const;
+  // The first of them in the buffer of `from`. An owner's replicas get the same rows.
+  std::int64_t SentFirst(ExchangeDirection direction, std::int64_t from, std::int64_t to) const;
   // Elements of a rank's update_pieces and update_whole.
   std::int64_t PiecesNumel(std::int64_t rank) const;
   std::int64_t WholeNumel(std::int64_t rank) const;
@@ -67,6 +69,8 @@ ExchangeTraffic TrafficOf(const Plan& plan, const Exchange& exchange, ExchangeDi
 // ... of an all_to_all instruction.
 ExchangeTraffic TrafficOf(const Plan& plan, const Instruction& all_to_all);
 ExchangeDirection DirectionOf(const Plan& plan, const Instruction& all_to_all);
+// The tensor of a collective instruction, as costs have it: FullTensorOf's, or that of an exchange.
+Bytes TensorBytesOf(const Plan& plan, const Instruction& collective);
 
 // kBadInput, with the parameter's FQN: a matrix that Muon does not step, that is not cut by rows over the
 // exchange's ranks, or whose owner is outside of the group. Or rows of a parameter that no matrix or several

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr, muon
 from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalized
 from torch.optim.optimizer import Optimizer, _to_scalar
 
@@ -32,6 +32,10 @@ from .pieces import Part
 from .program import Buffer, Exchange, Instruction, Program, bind
 from .streams import Streams, make_streams
 
+_ARGUMENTS = (
+    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
+)
+
 
 def _local_rows(tensor: DTensor, part: Part) -> torch.Tensor:
     local = tensor._local_tensor
@@ -39,7 +43,7 @@ def _local_rows(tensor: DTensor, part: Part) -> torch.Tensor:
 
 
 def _groups(plan, by_fqn: dict[str, ModelParameter]) -> list[dist.ProcessGroup]:
-    """Of a model that fully_shard has sharded; groups of its meshes are used. Collective."""
+    """The groups for a model that fully_shard has sharded: those of its meshes. Collective."""
     parameters = [found.parameter for found in by_fqn.values()]
     meshes = {p.device_mesh: OwnMesh(p.device_mesh) for p in parameters if isinstance(p, DTensor)}
     if not meshes:
@@ -154,19 +158,28 @@ class _Step:
         for parameter in exchange.parameters:
             torch.autograd.graph.increment_version(parameter)
 
+    def optimizer_step(self, instruction: Instruction) -> None:
+        """The step of a matrix without an owner is torch's own, on DTensors."""
+        parameter: Any = instruction.parameter
+        if parameter.grad is None:
+            return
+        group = {key: value for key, value in self.groups[id(parameter)].items() if key in _ARGUMENTS}
+        momentum = self.state[parameter]["momentum_buffer"]
+        with self.streams.on(instruction.stream):
+            muon([parameter], [parameter.grad], [momentum], **group, has_complex=False)
+
 
 class Muon(Optimizer):
     """torch.optim.Muon of the matrices that a plan exchanges (docs/reference/python.md).
 
-    model: one that shardplan.torch.apply or auto has set up. Or one that fully_shard has sharded, with `plan`: a path, or
-    what load_plan returned. Collective then.
+    model: one that shardplan.torch.apply or auto has set up. Or one that fully_shard has sharded, with `plan`: a
+    path, or what load_plan returned. Collective then.
     params: as torch.optim.Muon's, the same matrices in groups; None: one group.
     The other arguments, param_groups and state are torch.optim.Muon's. An expert's matrix in a parameter of three
-    dimensions is a matrix like others.
+    dimensions is a matrix like others. A matrix without an owner is stepped as torch.optim.Muon steps it on DTensors.
 
-    A plan has exchanges where it was made for `muon`. All other parameters have an optimizer of their own, AdamW say.
-    Raises PlanError, naming the parameter, where plan and model differ; ValueError for parameters that the plan does not
-    exchange.
+    The plan says which parameters Muon steps. All others have an optimizer of their own, AdamW say. Raises PlanError,
+    naming the parameter, where plan and model differ; ValueError for params that are not the plan's.
     """
 
     def __init__(
@@ -191,8 +204,8 @@ class Muon(Optimizer):
         self._applied = getattr(model, ATTRIBUTE, None) if plan is None else None
         if plan is None and self._applied is None:
             raise PlanError(
-                "Muon follows a plan, which says who owns each matrix: set the model up with shardplan.torch.auto(model, "
-                'optimizer="muon") or apply, or give plan=, made by `shardplan plan --optimizer muon`'
+                "Muon follows a plan, which says who owns each matrix: set the model up with shardplan.torch.apply, or "
+                "give plan=, made by `shardplan plan --optimizer muon --muon-owners shards`"
             )
         if isinstance(plan, (str, os.PathLike)):
             plan = load_plan(plan)
@@ -207,7 +220,7 @@ class Muon(Optimizer):
         super().__init__(own.values() if params is None else params, defaults)
         stepped = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         if left := [fqn for fqn, parameter in own.items() if id(parameter) not in stepped]:
-            raise ValueError(f"shardplan: parameter {left[0]} is in the plan's exchanges, and not in params")
+            raise ValueError(f"shardplan: Muon steps parameter {left[0]} in the plan, and it is not in params")
         self._streams = self._make_streams()
 
     def _make_streams(self) -> Streams:
@@ -221,18 +234,19 @@ class Muon(Optimizer):
                 name = self._shown.get(id(parameter), "that the model does not have")
                 shape = list(parameter.shape)
                 raise ValueError(
-                    f"shardplan: parameter {name}, of shape {shape}, is in no exchange of the plan: another optimizer "
-                    "steps it, torch.optim.AdamW say"
+                    f"shardplan: Muon does not step parameter {name}, of shape {shape}, in the plan: it has an "
+                    "optimizer of its own, torch.optim.AdamW say"
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         own, given = ([len(g["params"]) for g in groups] for groups in (self.param_groups, state_dict["param_groups"]))
         if own != given:
-            number = next((i for i, sizes in enumerate(zip(own, given)) if sizes[0] != sizes[1]), min(len(own), len(given)))
+            differ = (i for i, (here, there) in enumerate(zip(own, given)) if here != there)
+            number = next(differ, min(len(own), len(given)))
             group = self.param_groups[min(number, len(own) - 1)]["params"]
             raise ValueError(
-                f"shardplan: groups of the state have {given} parameters, those of this Muon {own}; the first difference "
-                f"is in group {number}, here of {self._names[id(group[0])]} to {self._names[id(group[-1])]}"
+                f"shardplan: groups of the state have {given} parameters, those of this Muon {own}; the first "
+                f"difference is in group {number}, here of {self._names[id(group[0])]} to {self._names[id(group[-1])]}"
             )
         super().load_state_dict(state_dict)
 
@@ -242,7 +256,7 @@ class Muon(Optimizer):
             self._plan = self._applied.plan
             self._program = bind(self._plan, self._by_fqn, self._applied.groups)
             if {id(p) for p in self._program.parameters.values()} != self._names.keys():
-                raise PlanError("the plan that the model follows now exchanges other matrices than the one before")
+                raise PlanError("the plan that the model follows now has other matrices for Muon than the one before")
             self._streams = self._make_streams()
 
     def _prepare(self) -> None:

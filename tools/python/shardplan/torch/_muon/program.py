@@ -65,11 +65,12 @@ class Instruction:
     exchange: Exchange | None = None
     matrix: int = 0
     safe_after: tuple[int, ...] = ()
+    parameter: nn.Parameter | None = None  # optimizer_step: one that stays sharded
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """parameters: those of all exchanges by FQN, in their order."""
+    """parameters: those that Muon steps, by FQN, in the order of the plan's units."""
 
     parameters: dict[str, nn.Parameter]
     stream_priorities: list[int]
@@ -83,14 +84,17 @@ def _find(table: list[Any], reference: str | int, key: str = "name") -> int:
     return next(i for i, row in enumerate(table) if (row if isinstance(row, str) else row[key]) == reference)
 
 
-def _check_placement(where: str, parameter: Any, planned: list[int], matrix: Matrix, shard: int, shards: int) -> None:
-    """Has this rank the rows of the parameter that the plan says?"""
+def _check_sharded(where: str, parameter: Any, planned: list[int]) -> None:
     if not isinstance(parameter, DTensor):
         raise PlanError(f"{where}: expected a sharded parameter (a DTensor), found a {type(parameter).__name__}")
     if len(planned) < 2 or parameter.ndim < 2:
         raise PlanError(
             f"{where}: its shape is {list(parameter.shape)}, and Muon steps matrices; torch.optim.AdamW steps others"
         )
+
+
+def _check_placement(where: str, parameter: Any, planned: list[int], matrix: Matrix, shard: int, shards: int) -> None:
+    """Has this rank the rows of the parameter that the plan says?"""
     sharded = [
         (size, placement.dim)
         for size, placement in zip(parameter.device_mesh.shape, parameter.placements)
@@ -132,47 +136,61 @@ class _Binding:
     """Reads a plan's document with a model's parameters at hand."""
 
     def __init__(self, document: dict, by_fqn: dict[str, ModelParameter], groups: Sequence[dist.ProcessGroup]) -> None:
-        self.document, self.by_fqn, self.groups = document, by_fqn, groups
-        self.parameters: dict[str, nn.Parameter] = {}
+        self.document, self.groups = document, groups
+        self.parameters: dict[str, Any] = {}
         self.matrices: dict[str, list[Matrix]] = {}
+        for unit in document["units"]:
+            for planned in unit["parameters"]:
+                if not planned.get("muon"):
+                    continue
+                where = f"parameter {planned['fqn']}"
+                if planned["fqn"] not in by_fqn:
+                    raise PlanError(f"{where}: expected by the plan, not in the model")
+                parameter: Any = by_fqn[planned["fqn"]].parameter
+                _check_sharded(where, parameter, planned["shape"])
+                self.parameters[planned["fqn"]] = parameter
+
+    def _planned(self, entry: dict) -> tuple[dict, dict]:
+        """The unit and the parameter of a matrix, or of an instruction."""
+        units = self.document["units"]
+        unit = units[_find(units, entry["unit"], "fqn")]
+        return unit, unit["parameters"][entry["parameter"]]
 
     def exchange(self, description: dict) -> Exchange:
-        units, communicators = self.document["units"], self.document["communicators"]
+        communicators = self.document["communicators"]
         number = _find(communicators, description["communicator"])
         group, ranks = self.groups[number], communicators[number]["size"]
         matrices, parameters, all_shards = [], [], set()
         for entry in description["matrices"]:
-            unit = units[_find(units, entry["unit"], "fqn")]
-            fqn, shape = unit["parameters"][entry["parameter"]]["fqn"], unit["parameters"][entry["parameter"]]["shape"]
+            unit, planned = self._planned(entry)
+            fqn, shape = planned["fqn"], planned["shape"]
             where = f"parameter {fqn} (exchange {description['name']})"
-            if fqn not in self.by_fqn:
-                raise PlanError(f"{where}: expected by the plan, not in the model")
+            if fqn not in self.parameters:
+                raise PlanError(f"{where}: Muon does not step it in this plan")
             if not 0 <= entry["owner"] < ranks:
                 raise PlanError(f"{where}: its owner is rank {entry['owner']} of the {ranks} ranks that exchange")
             over = unit.get("shard_communicator")
             shards = 1 if over is None else communicators[_find(communicators, over)]["size"]
-            all_shards.add(shards)
-            rows = entry.get("rows", math.prod(shape[:-1]))
+            rows = entry.get("rows") or math.prod(shape[:-1])
             matrix = Matrix(tuple(shape), entry["owner"], entry.get("first_row", 0), rows)
-            parameter: Any = self.by_fqn[fqn].parameter
-            _check_placement(where, parameter, shape, matrix, group.rank() % shards, shards)
+            _check_placement(where, self.parameters[fqn], shape, matrix, group.rank() % shards, shards)
+            all_shards.add(shards)
             matrices.append(matrix)
-            parameters.append(parameter)
-            self.parameters[fqn] = parameter
+            parameters.append(self.parameters[fqn])
             self.matrices.setdefault(fqn, []).append(matrix)
         if len(all_shards) > 1 or ranks % max(all_shards):
-            raise PlanError(f"exchange {description['name']}: {ranks} ranks, of parameters over {sorted(all_shards)} ranks")
-        layout = Layout(tuple(matrices), ranks, all_shards.pop())
-        return Exchange(layout, group.rank(), group, torch_dtype(description["dtype"]), parameters)
+            sharded = " and ".join(map(str, sorted(all_shards)))
+            raise PlanError(f"exchange {description['name']}: over {ranks} ranks, of parameters over {sharded}")
+        dtype = torch_dtype(description.get("dtype", "bfloat16"))
+        return Exchange(Layout(tuple(matrices), ranks, all_shards.pop()), group.rank(), group, dtype, parameters)
 
     def instructions(self, exchanges: dict[str, Exchange]) -> list[Instruction]:
-        """Of the optimizer's step: those that exchange, their buffers, and their order between streams."""
+        """The instructions of the optimizer's step: those that exchange, their buffers, their order between streams,
+        and steps of matrices that stay sharded."""
         document = self.document
         steady = document["steps"][document.get("steady_step", 0)]
-        triggers = [t for t in steady["triggers"] if t.get("kind") == "optimizer_step"]
-        written = next(
-            (t["instructions"] for t in triggers if any(i["kind"] in _OF_EXCHANGES for i in t["instructions"])), []
-        )
+        triggers = [trigger for trigger in steady["triggers"] if trigger.get("kind") == "optimizer_step"]
+        written = next((own for trigger in triggers if (own := trigger["instructions"])), [])
         roles = {buffer["name"]: buffer["role"] for buffer in document["buffers"]}
         buffers: dict[str, Buffer] = {}
         for entry in written:
@@ -180,23 +198,22 @@ class _Binding:
                 for name in filter(None, (entry.get("src"), entry.get("dst"))):
                     buffers[name] = Buffer(name, roles[name], exchanges[entry["exchange"]])
         recorded = {entry["event"] for entry in written if entry["kind"] == "record"}
-        own = []
-        for entry in written:
-            kind = entry["kind"]
-            if kind in ("allocate", "free"):
-                taken = entry.get("dst", entry.get("src")) in buffers
-            elif kind in ("record", "wait", "host_wait"):
-                taken = entry["event"] in recorded  # the runtime has waited for what the backward records
-            else:
-                taken = kind in _OF_EXCHANGES
-            if taken:
-                own.append(self._instruction(entry, buffers, exchanges))
-        return own
+
+        def is_ours(entry: dict) -> bool:
+            if entry["kind"] in ("allocate", "free"):
+                return entry.get("dst", entry.get("src")) in buffers
+            if entry["kind"] in ("record", "wait", "host_wait"):
+                return entry["event"] in recorded  # the runtime has waited for what the backward records
+            if entry["kind"] == "optimizer_step":
+                return "parameter" in entry and self._planned(entry)[1]["fqn"] in self.parameters
+            return entry["kind"] in _OF_EXCHANGES
+
+        return [self._instruction(entry, buffers, exchanges) for entry in written if is_ours(entry)]
 
     def _instruction(self, entry: dict, buffers: dict[str, Buffer], exchanges: dict[str, Exchange]) -> Instruction:
-        streams = self.document["streams"]
+        streams, kind = self.document["streams"], entry["kind"]
         return Instruction(
-            entry["kind"],
+            kind,
             _find(streams, entry.get("stream", 0)),
             buffers.get(entry.get("src", "")),
             buffers.get(entry.get("dst", "")),
@@ -204,20 +221,29 @@ class _Binding:
             exchanges.get(entry.get("exchange", "")),
             entry.get("matrix", 0),
             tuple(_find(streams, stream) for stream in entry.get("safe_after", ())),
+            self.parameters[self._planned(entry)[1]["fqn"]] if kind == "optimizer_step" else None,
         )
 
 
 def bind(plan, by_fqn: dict[str, ModelParameter], groups: Sequence[dist.ProcessGroup]) -> Program:
     """groups: by the plan's communicators. Raises PlanError, naming the parameter, where plan and model differ."""
     document = json.loads(plan.json)
-    if not document.get("exchanges"):
-        raise PlanError(
-            "the plan has no exchanges, so it has no owners of matrices: plan with `--optimizer muon` (shardplan plan, "
-            'optimize), or sp.auto(model, optimizer="muon")'
-        )
     binding = _Binding(document, by_fqn, groups)
-    exchanges = {description["name"]: binding.exchange(description) for description in document["exchanges"]}
+    if not binding.parameters:
+        raise PlanError(
+            "the plan has no matrices for Muon: trace the model with `--muon RANKS`, and plan with `--optimizer muon "
+            "--muon-owners shards`"
+        )
+    exchanges = {description["name"]: binding.exchange(description) for description in document.get("exchanges", ())}
     for fqn, matrices in binding.matrices.items():
         _check_rows(fqn, matrices)
-    priorities = [stream.get("priority", 0) for stream in document["streams"]]
-    return Program(binding.parameters, priorities, binding.instructions(exchanges))
+    program = Program(
+        binding.parameters,
+        [stream.get("priority", 0) for stream in document["streams"]],
+        binding.instructions(exchanges),
+    )
+    alone = {id(instruction.parameter) for instruction in program.instructions}
+    for fqn, parameter in program.parameters.items():
+        if fqn not in binding.matrices and id(parameter) not in alone:
+            raise PlanError(f"parameter {fqn}: Muon steps it, and no instruction of the optimizer's step does")
+    return program

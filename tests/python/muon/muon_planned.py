@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings by plans of `shardplan plan --optimizer muon`, on a rank. A model follows the plan, next to one of FSDP2
+with the plan for its optimizer alone, and to torch.optim.Muon of whole matrices with the same gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from muon_models import DEVICE, make_mesh, whole
+
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """words: of `shardplan plan`. Without owners torch.optim.Muon steps DTensors."""
+
+    name: str
+    words: tuple[str, ...]
+    replicas: int = 1
+    shards: int = 2
+
+    @property
+    def owned(self) -> bool:
+        return "--muon-owners" in self.words
+
+
+BUCKETS = tuple(word for number in range(3) for word in ("--muon-bucket", f"1.{number}.*.weight"))
+CASES = (
+    Case("shards", ("--muon-owners", "shards")),
+    Case("buckets", ("--muon-owners", "shards", *BUCKETS), shards=4),
+    Case("over_replicas", ("--muon-owners", "replicas", *BUCKETS), replicas=2),
+    Case("in_each_replica", ("--muon-owners", "shards"), replicas=2),
+    Case("dist_muon", ("--muon-owners", "dist_muon", *BUCKETS), shards=4),
+    Case("sharded", ()),
+)
+
+
+def layers() -> nn.Module:
+    """For `shardplan trace muon_planned:layers`: no size divides by four but those between the blocks."""
+    torch.manual_seed(3)
+    blocks = (nn.Sequential(nn.Linear(64, 130), nn.GELU(), nn.Linear(130, 64)) for _ in range(3))
+    return nn.Sequential(nn.Embedding(100, 64), nn.Sequential(*blocks), nn.Linear(64, 100))
+
+
+def make_plans(folder: pathlib.Path, build: pathlib.Path) -> dict[str, str]:
+    """Case name -> path."""
+    trace = folder / "trace.json"
+    words = ["--batch", "4", "--seq", "8", "--dtype", "float32", "--muon", "2,2x2,4", "--muon-device", "cpu"]
+    words += ["--muon-matrices", "1.*.*.weight", "-o", trace]
+    here = pathlib.Path(__file__).resolve().parent
+    run([sys.executable, "-m", "shardplan.tracer", "muon_planned:layers", *words], here)
+    plans = {}
+    for case in CASES:
+        plans[case.name] = str(folder / f"{case.name}.json")
+        mesh = [f"shard={case.shards}"]
+        if case.replicas > 1:
+            mesh.insert(0, f"replicate={case.replicas}")
+        words = ["--ranks", case.replicas * case.shards, "--mesh", *mesh, "--unit", "1.*", "-q", "-o", plans[case.name]]
+        words += ["--optimizer", "muon", "--muon-matrices", "1.*.*.weight", *case.words]
+        run([build / "bin" / "shardplan", "plan", trace, *words], here)
+    return plans
+
+
+def run(command: list, folder: pathlib.Path) -> None:
+    done = subprocess.run([str(word) for word in command], cwd=folder, text=True, capture_output=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stderr}")
+
+
+def compare(case: Case, plan: str) -> str:
+    """On a rank; "": equal bit for bit."""
+    import shardplan.torch as sp
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = make_mesh(case.replicas, case.shards)
+    theirs = layers().to(DEVICE)
+    for block in theirs[1]:
+        fully_shard(block, mesh=mesh)
+    models = {"ours": sp.apply(layers().to(DEVICE), plan, mesh), "fsdp2": fully_shard(theirs, mesh=mesh)}
+    ours = sp.Muon(models["ours"], lr=0.02)
+    stepped = set(ours.param_groups[0]["params"])
+    names = [fqn for fqn, parameter in models["ours"].named_parameters() if parameter in stepped]
+    assert len(names) == 6 and all(name.startswith("1.") for name in names), names
+    if case.owned:
+        muons = {"ours": ours, "fsdp2": sp.Muon(theirs, plan=plan, lr=0.02)}
+    else:
+        muons = {"ours": ours, "fsdp2": torch.optim.Muon([theirs.get_parameter(fqn) for fqn in names], lr=0.02)}
+    rests = {
+        name: torch.optim.AdamW([p for fqn, p in model.named_parameters() if fqn not in names], lr=1e-3)
+        for name, model in models.items()
+    }
+    alone = {fqn: nn.Parameter(whole(models["ours"].get_parameter(fqn)).clone()) for fqn in names}
+    single = torch.optim.Muon(alone.values(), lr=0.02)
+    for step in range(STEPS):
+        numbers = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(100, (4, 9), generator=numbers).to(DEVICE)
+        losses = []
+        for name, model in models.items():
+            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            losses.append(loss.detach())
+            if name == "ours":
+                for fqn, parameter in alone.items():
+                    parameter.grad = whole(model.get_parameter(fqn).grad).clone()
+            for optimizer in (muons[name], rests[name]):
+                optimizer.step()
+                optimizer.zero_grad()
+        single.step()
+        if not torch.equal(*losses):
+            return f"step {step}: losses {losses}"
+    for fqn, parameter in models["ours"].named_parameters():
+        if not torch.equal(whole(parameter), whole(theirs.get_parameter(fqn))):
+            return f"{fqn}: not that of FSDP2"
+        if case.owned and fqn in alone and not torch.equal(whole(parameter), alone[fqn]):
+            return f"{fqn}: not that of one process"
+    return ""
+
+
+def compare_all(cases: list[Case], plans: dict[str, str]) -> dict[str, str]:
+    return {case.name: compare(case, plans[case.name]) for case in cases}
