@@ -181,6 +181,7 @@ def record(case: MuonCase) -> Recorded:
 def work(rank: int, store: str, connection) -> None:
     """A rank's process: records each case that it is sent, in a group of the case's ranks."""
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of the host's name
     jobs = 0
     while (case := connection.recv()) is not None:
         jobs += 1

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("time")
     (folder / "llama.json").write_text(json.dumps(LLAMA))
     words = ["trace", folder / "llama.json", "--batch", 1, "--seq", 4096, "--dtype", "bfloat16", "-q"]
-    shardplan(*words, "-o", folder / "trace.json")
+    shardplan(*words, "--muon", "16,2x8", "-o", folder / "trace.json")
     return folder
 
 
@@ -44,14 +44,16 @@ def folder(tmp_path_factory):
         (["--checkpoint"], ["--checkpoint", "model.layers.*"]),
         (["--hsdp"], ["--mesh", "replicate=2", "shard=8"]),
         (["--accumulate", "2"], ["--accumulate", "2", "--no-sync"]),
+        (["--muon"], ["--optimizer", "muon-fused"]),
+        (["--muon", "--hsdp"], ["--optimizer", "muon-fused", "--mesh", "replicate=2", "shard=8"]),
     ],
-    ids=["plain", "recomputed", "hsdp", "accumulated"],
+    ids=["plain", "recomputed", "hsdp", "accumulated", "muon", "muon_hsdp"],
 )
 def test_both_roads_say_one_step(folder, script, plan):
     shardplan(
         "plan", folder / "trace.json", "--cluster", CLUSTER, "--ranks", RANKS, "--unit", "model.layers.*",
-        "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "--optimizer", "adamw-fused", "-q", *plan,
-        "-o", folder / "plan.json",
+        "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "-q",
+        *([] if "--optimizer" in plan else ["--optimizer", "adamw-fused"]), *plan, "-o", folder / "plan.json",
     )  # fmt: skip
     planned = json.loads(shardplan("simulate", folder / "plan.json", "--report", "-"))
     report, trace = folder / "report.json", folder / "kineto.json.gz"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few layers of a Llama with plain FSDP2: llama_fsdp2.py CONFIG.json [--checkpoint] [--hsdp] [--accumulate N]"""
+"""A few layers of a Llama with plain FSDP2: llama_fsdp2.py CONFIG.json [--checkpoint] [--hsdp] [--accumulate N]
+[--muon]"""
 
 import argparse
 import json
@@ -14,6 +15,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("config")
 parser.add_argument("--checkpoint", action="store_true")
 parser.add_argument("--hsdp", action="store_true")
+parser.add_argument("--muon", action="store_true")
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--sequence", type=int, default=4096)
 arguments = parser.parse_args()
@@ -34,11 +36,15 @@ for layer in model.model.layers:
     fully_shard(layer, mesh=mesh, mp_policy=policy)
 fully_shard(model, mesh=mesh, mp_policy=policy)
 model.to_empty(device="cuda")
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+matrices = {p for p in model.model.layers.parameters() if p.ndim == 2} if arguments.muon else set()
+optimizers = [torch.optim.Muon([p for p in model.parameters() if p in matrices])] if matrices else []
+optimizers.append(torch.optim.AdamW([p for p in model.parameters() if p not in matrices], fused=True))
 tokens = torch.randint(0, config.vocab_size, (1, arguments.sequence), device="cuda")
 for _ in range(3):
     for micro in range(arguments.accumulate):
         model.set_requires_gradient_sync(micro == arguments.accumulate - 1)
         model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
