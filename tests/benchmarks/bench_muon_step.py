@@ -93,8 +93,8 @@ def main() -> None:
     print(f"Muon's step of {own / 1e6:.0f} million parameters, {arguments.ranks} ranks, {DEVICE}: seconds")
     for kind in ("wall", "CPU"):
         ours, theirs = ([f(seconds[name][kind]) for f in (statistics.median, min)] for name in ("plan", "torch"))
-        print(f"  {kind:5} plan: median {ours[0]:.2f}, fastest {ours[1]:.2f}; torch: {theirs[0]:.2f}, {theirs[1]:.2f}; ", end="")
-        print(f"ratio {ours[0] / theirs[0]:.3f}, {ours[1] / theirs[1]:.3f}")
+        for what, one, other in zip(("median", "fastest"), ours, theirs):
+            print(f"  {kind:4} {what:7} plan {one:7.2f}  torch {other:7.2f}  ratio {one / other:.3f}")
 
 
 if __name__ == "__main__":

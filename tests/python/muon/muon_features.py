@@ -188,8 +188,8 @@ def beside_torch_on_fsdp2(ranks: int) -> str:
 
 
 def in_training(ranks: int) -> str:
-    """A model that follows a plan of sp.auto, with two micro-batches, clipped gradients and AdamW for the rest. FSDP2 with
-    the same two optimizers is next to it."""
+    """A model that follows a plan of sp.auto, with two micro-batches, clipped gradients and AdamW for the rest. FSDP2
+    with the same two optimizers is next to it."""
     import shardplan.torch as sp
     from torch.distributed.fsdp import fully_shard
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings by plans of `shardplan plan --optimizer muon`, on a rank. A model follows the plan. Beside it are FSDP2 with
-the plan for its optimizer alone, and torch.optim.Muon of whole matrices with the same gradients."""
+"""Trainings by plans of `shardplan plan --optimizer muon`, on a rank. A model follows the plan. Beside it are
+FSDP2 with the plan for its optimizer alone, and torch.optim.Muon of whole matrices with the same gradients."""
 
 from __future__ import annotations
 

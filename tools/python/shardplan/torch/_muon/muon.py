@@ -172,8 +172,8 @@ class _Step:
 class Muon(Optimizer):
     """torch.optim.Muon of the matrices that a plan exchanges (docs/reference/python.md).
 
-    model: one that shardplan.torch.apply or auto has set up. Or one that fully_shard has sharded, with `plan`, a path or
-    what load_plan returned; the call is collective then.
+    model: one that shardplan.torch.apply or auto has set up. Or one that fully_shard has sharded, with `plan`, a path
+    or what load_plan returned; the call is collective then.
     params: as torch.optim.Muon's, the same matrices in groups; None: one group.
     The other arguments, param_groups and state are torch.optim.Muon's. An expert's matrix in a parameter of three
     dimensions is a matrix like others. A matrix without an owner is stepped as torch.optim.Muon steps it on DTensors.
