@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchtitan's DistMuon next to sp.Muon on CUDA ranks, with the same gradients and DistMuon's own owners. It is a
-program of its own, since DistMuon takes CUDA alone: tests run it on the device in software, and a GPU does, too.
+program, since DistMuon takes CUDA alone: tests run it on the device in software.
 
     SHARDPLAN_TEST_DEVICE=cuda python dist_muon.py
 """

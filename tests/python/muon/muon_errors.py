@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sp.Muon refuses these, on a rank: name -> what was raised."""
+"""Calls that sp.Muon refuses, on a rank: name -> error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training does more with sp.Muon than step it; here on a rank each: groups and schedulers, closures, states, ties,
-other optimizers next to it. A function returns "" or what is wrong."""
+"""Parts of a training with sp.Muon, on a rank: groups and schedulers, closures, states, ties, other optimizers next to
+it. A function returns "" or what is wrong."""
 
 from __future__ import annotations
 
@@ -45,14 +45,10 @@ def groups_and_scheduler(ranks: int) -> str:
     shapes = units(LAYER, LAYER)
 
     def grouped(model: nn.Module) -> list[dict]:
+        first, second = (list(layer.parameters())[:3] for layer in (model.layer0, model.layer1))
         return [
-            {
-                "params": list(model.layer0.parameters())[:3],
-                "lr": 0.1,
-                "momentum": 0.8,
-                "adjust_lr_fn": "match_rms_adamw",
-            },
-            {"params": list(model.layer1.parameters())[:3], "weight_decay": 0.3, "nesterov": False, "ns_steps": 4},
+            {"params": first, "lr": 0.1, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"},
+            {"params": second, "weight_decay": 0.3, "nesterov": False, "ns_steps": 4},
         ]
 
     def run(model: nn.Module, optimizer: torch.optim.Optimizer, give: Callable[[int], None]) -> None:
@@ -74,7 +70,7 @@ def groups_and_scheduler(ranks: int) -> str:
 
     single = torch.optim.Muon(grouped(theirs), lr=0.02)
     run(theirs, single, give)
-    parameters = {fqn: theirs.get_parameter(fqn).detach() for of in shapes.values() for fqn in of}
+    parameters = {fqn: theirs.get_parameter(fqn).detach() for of_unit in shapes.values() for fqn in of_unit}
     momenta = {fqn: single.state[theirs.get_parameter(fqn)]["momentum_buffer"] for fqn in parameters}
     assert [{k: v for k, v in g.items() if k != "params"} for g in muon.param_groups] == [
         {k: v for k, v in g.items() if k != "params"} for g in single.param_groups
@@ -162,8 +158,8 @@ def exact(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 def beside_torch_on_fsdp2(ranks: int) -> str:
-    """torch.optim.Muon on the same DTensors adds products in other orders, with the same roundings, so that the error
-    of its iterations is of the size of ours. Steps add up errors, times the rate."""
+    """torch.optim.Muon on the same DTensors adds products in other orders, with the same roundings. So the error of its
+    iterations is of the size of ours: at most three times as large is taken. Steps add errors, times the rate."""
     from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
     shapes, rate, steps = units(LAYER, LAYER), 0.02, 3
@@ -192,8 +188,8 @@ def beside_torch_on_fsdp2(ranks: int) -> str:
 
 
 def in_training(ranks: int) -> str:
-    """A model that follows a plan of sp.auto, with two micro-batches, clipped gradients and AdamW for the rest, next
-    to FSDP2 with the same two optimizers."""
+    """A model that follows a plan of sp.auto, with two micro-batches, clipped gradients and AdamW for the rest. FSDP2
+    with the same two optimizers is next to it."""
     import shardplan.torch as sp
     from torch.distributed.fsdp import fully_shard
 

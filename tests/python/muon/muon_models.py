@@ -113,7 +113,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def difference(optimizer: torch.optim.Optimizer, model: nn.Module, parameters: dict, momenta: dict) -> str:
-    """The first difference of parameters and momenta; "": they are equal bit for bit."""
+    """The first difference of parameters or momenta. "": they are equal bit for bit."""
     for fqn, expected in parameters.items():
         parameter = model.get_parameter(fqn)
         if not torch.equal(found := whole(parameter), expected):

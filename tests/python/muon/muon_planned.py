@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings by plans of `shardplan plan --optimizer muon`, on a rank. A model follows the plan, next to one of FSDP2
-with the plan for its optimizer alone, and to torch.optim.Muon of whole matrices with the same gradients."""
+"""Trainings by plans of `shardplan plan --optimizer muon`, on a rank. A model follows the plan. Beside it are
+FSDP2 with the plan for its optimizer alone, and torch.optim.Muon of whole matrices with the same gradients."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ def make_plans(folder: pathlib.Path, build: pathlib.Path) -> dict[str, str]:
     plans = {}
     for case in CASES:
         plans[case.name] = str(folder / f"{case.name}.json")
-        mesh = [f"shard={case.shards}"]
-        if case.replicas > 1:
-            mesh.insert(0, f"replicate={case.replicas}")
+        mesh = [f"replicate={case.replicas}"] if case.replicas > 1 else []
+        mesh.append(f"shard={case.shards}")
         words = ["--ranks", case.replicas * case.shards, "--mesh", *mesh, "--unit", "1.*", "-q", "-o", plans[case.name]]
         words += ["--optimizer", "muon", "--muon-matrices", "1.*.*.weight", *case.words]
         run([build / "bin" / "shardplan", "plan", trace, *words], here)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan documents with exchanges, written here: matrices go to owners by longest processing time first, and the
-exchanges of two units overlap with the iterations of a third."""
+"""Plan documents with exchanges, written here. Matrices go to owners by longest processing time first. While one unit
+is iterated, the exchange of the next one comes and that of the last one goes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sp.Muon on ranks: cases next to torch.optim.Muon in one process, bit for bit. `muon_ranks.py --seed S --cases N`
-draws cases; with --without-waits their plans have none, and what differs is expected."""
+draws cases; with --without-waits their plans have none, and they differ."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def drawn(draw: random.Random, number: int) -> Case:
 
 
 def run_drawn(seed: int, count: int, waits: bool = True) -> list[str]:
-    """Returns what differs."""
+    """Sentences on cases that differ."""
     from adapter_workers import run_on_ranks
 
     cases = [drawn(random.Random(f"{seed}.{number}"), number) for number in range(count)]

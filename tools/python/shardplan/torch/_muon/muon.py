@@ -43,7 +43,7 @@ def _local_rows(tensor: DTensor, part: Part) -> torch.Tensor:
 
 
 def _groups(plan, by_fqn: dict[str, ModelParameter]) -> list[dist.ProcessGroup]:
-    """The groups for a model that fully_shard has sharded: those of its meshes. Collective."""
+    """Groups of a model that fully_shard has sharded: those of its meshes, where they have them. Collective."""
     parameters = [found.parameter for found in by_fqn.values()]
     meshes = {p.device_mesh: OwnMesh(p.device_mesh) for p in parameters if isinstance(p, DTensor)}
     if not meshes:
@@ -159,7 +159,7 @@ class _Step:
             torch.autograd.graph.increment_version(parameter)
 
     def optimizer_step(self, instruction: Instruction) -> None:
-        """The step of a matrix without an owner is torch's own, on DTensors."""
+        """A matrix without an owner: torch's own step, on DTensors."""
         parameter: Any = instruction.parameter
         if parameter.grad is None:
             return
@@ -172,8 +172,8 @@ class _Step:
 class Muon(Optimizer):
     """torch.optim.Muon of the matrices that a plan exchanges (docs/reference/python.md).
 
-    model: one that shardplan.torch.apply or auto has set up. Or one that fully_shard has sharded, with `plan`: a
-    path, or what load_plan returned. Collective then.
+    model: one that shardplan.torch.apply or auto has set up. Or one that fully_shard has sharded, with `plan`, a path
+    or what load_plan returned; the call is collective then.
     params: as torch.optim.Muon's, the same matrices in groups; None: one group.
     The other arguments, param_groups and state are torch.optim.Muon's. An expert's matrix in a parameter of three
     dimensions is a matrix like others. A matrix without an owner is stepped as torch.optim.Muon steps it on DTensors.
@@ -241,9 +241,8 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         own, given = ([len(g["params"]) for g in groups] for groups in (self.param_groups, state_dict["param_groups"]))
         if own != given:
-            differ = (i for i, (here, there) in enumerate(zip(own, given)) if here != there)
-            number = next(differ, min(len(own), len(given)))
-            group = self.param_groups[min(number, len(own) - 1)]["params"]
+            number = next((i for i, size in enumerate(own) if given[i : i + 1] != [size]), len(own) - 1)
+            group = self.param_groups[number]["params"]
             raise ValueError(
                 f"shardplan: groups of the state have {given} parameters, those of this Muon {own}; the first "
                 f"difference is in group {number}, here of {self._names[id(group[0])]} to {self._names[id(group[-1])]}"

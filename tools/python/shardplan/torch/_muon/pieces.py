@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layout of an exchange between replicas x shards ranks: rank = replica * shards + shard."""
+    """An exchange between replicas x shards ranks: rank = replica * shards + shard."""
 
     matrices: tuple[Matrix, ...]
     ranks: int
@@ -77,12 +77,12 @@ class Layout:
         return [number for number, matrix in enumerate(self.matrices) if matrix.owner == owner]
 
     def pieces(self, rank: int) -> list[Part]:
-        """The content of `update_pieces`, in order: owner by owner, this rank's rows of the owner's matrices."""
+        """The parts of `update_pieces` in order: owner by owner, this rank's rows of the owner's matrices."""
         shard = rank % self.shards
         return self._parts([(shard, number) for owner in range(self.ranks) for number in self.of_owner(owner)])
 
     def whole(self, owner: int) -> list[Part]:
-        """The content of `update_whole`, in order: shard by shard, its rows of this owner's matrices."""
+        """The parts of `update_whole` in order: shard by shard, its rows of this owner's matrices."""
         own = self.of_owner(owner)
         return self._parts([(shard, number) for shard in range(self.shards) for number in own])
 
@@ -99,7 +99,7 @@ class Layout:
         return range(first, first + self.shards)
 
     def there(self, rank: int) -> tuple[list[int], list[int]]:
-        """How much the rank sends to each rank, and receives from each, on the way to the owners."""
+        """Counts on the way to the owners: sent to each rank, and received from each."""
         near = self._in_replica(rank)
         sent = [self.count(rank, other) if other in near else 0 for other in range(self.ranks)]
         received = [self.count(other, rank) if other in near else 0 for other in range(self.ranks)]
@@ -111,7 +111,7 @@ class Layout:
         return [self.count(other, rank) for other in everyone], [self.count(rank, other) for other in everyone]
 
     def sent_there(self, rank: int) -> tuple[int, int]:
-        """Begin and end of the part of the pieces that goes to the owners in the rank's replica."""
+        """The part of the pieces that goes to the owners in the rank's replica: begin and end."""
         near = self._in_replica(rank)
         begin = sum(self.count(rank, owner) for owner in range(near.start))
         return begin, begin + sum(self.count(rank, owner) for owner in near)

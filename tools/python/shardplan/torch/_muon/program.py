@@ -185,7 +185,7 @@ class _Binding:
         return Exchange(Layout(tuple(matrices), ranks, all_shards.pop()), group.rank(), group, dtype, parameters)
 
     def instructions(self, exchanges: dict[str, Exchange]) -> list[Instruction]:
-        """The instructions of the optimizer's step: those that exchange, their buffers, their order between streams,
+        """Instructions of the optimizer's step that are Muon's: exchanges, their buffers, their order between streams,
         and steps of matrices that stay sharded."""
         document = self.document
         steady = document["steps"][document.get("steady_step", 0)]
