@@ -50,20 +50,20 @@ class LayoutOfPlan {
   Status Add(const std::string& prefix, const OptimizerStateDescription* state) {
     const std::string suffix = state == nullptr ? "" : fmt::format(".{}", state->name);
     const bool is_step = state != nullptr && state->shape == StateShape::kScalar;
+    const bool is_muons = state != nullptr && state->kind == OptimizerKind::kMuon;
     for (std::size_t u = 0; u < plan_.units.size(); ++u) {
       const Unit& unit = plan_.units[u];
       const std::string at = fmt::format("/units/{}", u);
       const Result<std::vector<std::string>> shard = DimsOf(unit, at);
       if (!shard) return std::unexpected(shard.error());
       std::int32_t flat = -1;
-      if (unit.layout == LayoutKind::kFlat && !is_step) {
+      if (unit.layout == LayoutKind::kFlat && !is_step && !is_muons) {  // Muon's have rows
         flat = static_cast<std::int32_t>(layout_.flats.size());
         layout_.flats.push_back(
             {prefix + DisplayName(unit.fqn) + suffix, unit.orig_dtype, unit.flat_numel, *shard});
       }
       for (const UnitParameter& parameter : unit.parameters) {
-        const bool muons = state != nullptr && state->kind == OptimizerKind::kMuon;
-        if (state != nullptr && (!parameter.requires_grad || muons != parameter.muon)) continue;
+        if (state != nullptr && (!parameter.requires_grad || is_muons != parameter.muon)) continue;
         if (is_step) {
           layout_.tensors.push_back({.name = prefix + parameter.fqn + suffix, .dtype = DType::kFloat32});
           continue;

@@ -33,8 +33,8 @@ BEYOND_SCHEMA = [
     "the source of a figure is said twice",
     "a segment that makes gradients is backward",
 ]
-# Rules between parts of a document are checked apart from the fields (CheckTrace, CheckStrategy).
-CHECKS = ["strategy_check.cc", "trace_check.cc", "trace_modules_check.cc"]
+# Rules between parts of a document are checked apart from the fields (CheckTrace, CheckStrategy, CheckExchanges).
+CHECKS = ["strategy_check.cc", "trace_check.cc", "trace_modules_check.cc", "../plan/exchanges.cc"]
 
 
 def reasons_of_checks() -> list[str]:

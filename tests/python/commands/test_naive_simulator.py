@@ -260,6 +260,8 @@ def test_agrees_on_every_plan_of_the_tests(tmp_path, record_property):
     different = []
     for n, name in enumerate(names):
         plan = json.loads((tmp_path / f"{n}.plan.json").read_text())
+        if plan.get("exchanges"):
+            continue  # owners' ranks differ, and this simulator has one: MuonTime in tests/planner has them all
         memory = memory_of(plan)
         for k, cluster in enumerate(clusters):
             if k > 0 and n % 2 != k - 1:  # of the odd clusters each with every second plan
