@@ -270,13 +270,7 @@ std::vector<at::Tensor> FillerModel::ShardsOf(const Exchange& exchange, BufferRo
 Status FillerModel::Update(const Instruction& instruction) {
   const Exchange& exchange = plan_.exchanges[instruction.exchange];
   if (instruction.kind == InstructionKind::kOrthogonalize) {
-    const Segment& segment = plan_.segments[instruction.segment];
-    if (options_.activations) {
-      for (const SegmentEntry& entry : segment.entries) AllocateOrFree(entry, 0);
-    }
-    spinner_->Spin(costs_[instruction.segment]);
-    compute_ns_ += costs_[instruction.segment];
-    return {};
+    return Compute({.segment = instruction.segment, .stream = instruction.stream});
   }
   const bool applies = instruction.kind == InstructionKind::kUpdateApply;
   const at::Tensor pieces = device_.Part(applies ? instruction.src : instruction.dst, 0);

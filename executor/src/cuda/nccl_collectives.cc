@@ -191,31 +191,40 @@ Result<CollectiveId> NcclCollectives::PrepareCollective(const CollectiveSpec& sp
   return static_cast<CollectiveId>(prepared_.size()) - 1;
 }
 
-// Messages are bytes, in one group; the own part is a message to itself.
-ncclResult_t LaunchAllToAll(const CollectiveSpec& spec, const std::byte* src, std::byte* dst,
-                            ncclComm_t communicator, cudaStream_t stream) {
+// Messages between the ranks of a communicator, in one group. An empty one is not sent.
+ncclResult_t LaunchMessages(const ByteExchange& exchange, ncclComm_t communicator, cudaStream_t stream) {
   ncclResult_t result = ncclGroupStart();
-  for (std::size_t peer = 0; peer < spec.sends.size(); ++peer) {
-    const SentElements& part = spec.sends[peer];
-    const auto sent = static_cast<std::size_t>(part.numel * SizeBytes(spec.dtype));
-    const auto received = static_cast<std::size_t>(spec.receive_numel[peer] * SizeBytes(spec.dtype));
+  for (std::size_t peer = 0; peer < exchange.send.size(); ++peer) {
+    const std::span<std::byte> to = exchange.send[peer];
+    const std::span<std::byte> from = exchange.receive[peer];
     const auto rank = static_cast<int>(peer);
-    if (sent > 0 && result == ncclSuccess) {
-      result =
-          ncclSend(src + part.first * SizeBytes(spec.dtype), sent, ncclUint8, rank, communicator, stream);
-    }
-    if (received > 0 && result == ncclSuccess)
-      result = ncclRecv(dst, received, ncclUint8, rank, communicator, stream);
-    dst += received;
+    if (!to.empty() && result == ncclSuccess)
+      result = ncclSend(to.data(), to.size(), ncclUint8, rank, communicator, stream);
+    if (!from.empty() && result == ncclSuccess)
+      result = ncclRecv(from.data(), from.size(), ncclUint8, rank, communicator, stream);
   }
   const ncclResult_t ended = ncclGroupEnd();
   return result == ncclSuccess ? ended : result;
 }
 
+// An all_to_all as messages. The own part is one to itself.
+ByteExchange MessagesOf(const CollectiveSpec& spec, std::byte* src, std::byte* dst) {
+  const auto size = static_cast<std::size_t>(SizeBytes(spec.dtype));
+  ByteExchange exchange{.communicator = spec.communicator};
+  for (std::size_t peer = 0; peer < spec.sends.size(); ++peer) {
+    const SentElements& part = spec.sends[peer];
+    exchange.send.emplace_back(src + static_cast<std::size_t>(part.first) * size,
+                               static_cast<std::size_t>(part.numel) * size);
+    exchange.receive.emplace_back(dst, static_cast<std::size_t>(spec.receive_numel[peer]) * size);
+    dst += exchange.receive.back().size();
+  }
+  return exchange;
+}
+
 ncclResult_t NcclCollectives::Launch(const Prepared& prepared, cudaStream_t stream) {
   const CollectiveSpec& spec = prepared.spec;
-  const auto* src = static_cast<const std::byte*>(device_.Tensors(spec.src)[0].const_data_ptr()) +
-                    spec.src_offset * SizeBytes(spec.dtype);
+  auto* src = static_cast<std::byte*>(device_.Tensors(spec.src)[0].mutable_data_ptr()) +
+              spec.src_offset * SizeBytes(spec.dtype);
   void* dst = device_.Tensors(spec.dst)[0].mutable_data_ptr();
   ncclComm_t communicator = communicators_[spec.communicator];
   switch (spec.kind) {
@@ -226,7 +235,7 @@ ncclResult_t NcclCollectives::Launch(const Prepared& prepared, cudaStream_t stre
     case CollectiveKind::kAllReduce:
       return ncclAllReduce(src, dst, prepared.count, prepared.dtype, prepared.op, communicator, stream);
     case CollectiveKind::kAllToAll:
-      return LaunchAllToAll(spec, src, static_cast<std::byte*>(dst), communicator, stream);
+      return LaunchMessages(MessagesOf(spec, src, static_cast<std::byte*>(dst)), communicator, stream);
     case CollectiveKind::kBroadcast:
     case CollectiveKind::kReduce:
     case CollectiveKind::kGather:
@@ -311,19 +320,8 @@ Status NcclCollectives::Exchange(const ByteExchange& exchange, StreamId stream) 
   const auto moves = [](std::span<std::byte> bytes) { return !bytes.empty(); };
   if (std::ranges::none_of(exchange.send, moves) && std::ranges::none_of(exchange.receive, moves)) return {};
   const cudaStream_t cuda_stream = device_.stream(stream).stream();
-  ncclComm_t communicator = communicators_[id];
-  ncclResult_t result = ncclGroupStart();
-  for (std::size_t peer = 0; peer < exchange.send.size(); ++peer) {
-    const std::span<std::byte> to = exchange.send[peer];
-    const std::span<std::byte> from = exchange.receive[peer];
-    if (!to.empty() && result == ncclSuccess)
-      result = ncclSend(to.data(), to.size(), ncclUint8, static_cast<int>(peer), communicator, cuda_stream);
-    if (!from.empty() && result == ncclSuccess)
-      result =
-          ncclRecv(from.data(), from.size(), ncclUint8, static_cast<int>(peer), communicator, cuda_stream);
-  }
-  const ncclResult_t ended = ncclGroupEnd();
-  if (Status status = Launched(result == ncclSuccess ? ended : result, flight); !status) return status;
+  const ncclResult_t result = LaunchMessages(exchange, communicators_[id], cuda_stream);
+  if (Status status = Launched(result, flight); !status) return status;
   return Track(flight, cuda_stream);
 }
 

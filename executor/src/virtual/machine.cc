@@ -126,14 +126,14 @@ Result<Rendezvous*> VirtualMachineImpl::Join(const CollectiveSpec& spec, std::in
   Rendezvous& rendezvous = entry->second;
   if (added) {
     rendezvous.key = entry->first;
-    rendezvous.spec = spec;
+    rendezvous.spec = &spec;
     rendezvous.members = group.size;
     rendezvous.inputs.resize(static_cast<std::size_t>(group.size));
     rendezvous.specs.resize(static_cast<std::size_t>(group.size));
     rendezvous.specs[position] = &spec;
     return &rendezvous;
   }
-  const CollectiveSpec& other = rendezvous.spec;
+  const CollectiveSpec& other = *rendezvous.spec;
   const std::int64_t disagrees = other.kind == spec.kind ? Disagreeing(rendezvous, spec, position) : -1;
   if (other.kind == spec.kind && other.slot_numel == spec.slot_numel && other.dtype == spec.dtype &&
       other.reduce_op == spec.reduce_op && other.divisor == spec.divisor && other.src == spec.src &&
@@ -218,7 +218,7 @@ void VirtualMachineImpl::EndCollective(std::size_t index) {
 }
 
 void VirtualMachineImpl::ReadInputs(Rendezvous& rendezvous) {
-  const CollectiveSpec& spec = rendezvous.spec;
+  const CollectiveSpec& spec = *rendezvous.spec;
   std::int64_t read = 0;
   for (std::int64_t m = 0; m < rendezvous.members; ++m) {
     const Place& input = rendezvous.inputs[m];
@@ -239,7 +239,7 @@ void VirtualMachineImpl::ReadInputs(Rendezvous& rendezvous) {
 
 void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
   Rendezvous& rendezvous = *item.rendezvous;
-  const CollectiveSpec& spec = rendezvous.spec;
+  const CollectiveSpec& spec = *rendezvous.spec;
   SHARDPLAN_ASSERT(rendezvous.read && rendezvous.finished < rendezvous.members,
                    "all inputs are read before an output is written, and each member writes once");
   if (content_ == VirtualContent::kMarks) {
@@ -268,7 +268,7 @@ void VirtualMachineImpl::WriteOutput(const WorkItem& item) {
 // The sum of a reduction is poison where any member's is.
 void VirtualMachineImpl::WriteMarks(const WorkItem& item) {
   const Rendezvous& rendezvous = *item.rendezvous;
-  const CollectiveSpec& spec = rendezvous.spec;
+  const CollectiveSpec& spec = *rendezvous.spec;
   const std::int64_t slot = spec.slot_numel * SizeBytes(spec.dtype);
   PoisonMarks& marks = item.output.block->marks;
   if (spec.kind == CollectiveKind::kAllToAll) {

@@ -25,7 +25,7 @@ using RendezvousKey =
 // One collective of a communicator group: the members' parts, joined as they arrive.
 struct Rendezvous {
   RendezvousKey key;
-  CollectiveSpec spec;
+  const CollectiveSpec* spec = nullptr;  // of the member that joined first
   std::int64_t members = 0;
   std::int64_t arrived = 0;                  // members whose stream has come to it
   std::vector<Place> inputs;                 // by position in the group
@@ -213,9 +213,9 @@ class VirtualRank final : public Device, public Collectives {
   std::vector<PendingRelease> pending_;
   std::vector<std::int64_t> latest_record_;  // by event, -1
   std::vector<std::unique_ptr<CopySpec>> copies_;
-  std::vector<CollectiveSpec> collectives_;
-  std::vector<std::int64_t> issued_;  // by communicator
-  std::vector<Group> groups_;         // by communicator
+  std::deque<CollectiveSpec> collectives_;  // a rendezvous points to them
+  std::vector<std::int64_t> issued_;        // by communicator
+  std::vector<Group> groups_;               // by communicator
   std::vector<SpanTimes> spans_;
   std::optional<std::string> aborted_;
 };

@@ -448,10 +448,7 @@ MuonMatrices MuonMatricesOf(const Trace& trace, const Job& job) {
   if (!muon || !muon->compute.empty()) return found;
   const auto traced = [&](std::int64_t ranks, std::int64_t replicas, const Parameter& parameter) {
     const std::vector<std::int64_t> matrix(parameter.shape.end() - 2, parameter.shape.end());
-    return std::ranges::any_of(trace.optimizer_steps, [&](const TracedOptimizerStep& step) {
-      return step.ranks == ranks && step.replicas == replicas && step.shape == matrix &&
-             step.dtype == parameter.dtype && step.ns_steps == muon->ns_steps;
-    });
+    return TracedMuonStep(trace, *muon, ranks, replicas, matrix, parameter.dtype) != nullptr;
   };
   bool sharded = true, owned = job.shards > 1;
   for (const Parameter& parameter : trace.parameters) {

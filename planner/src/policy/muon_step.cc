@@ -60,14 +60,7 @@ MuonStep::Ranks MuonStep::RanksOf(const Matrix& matrix) const {
 
 const TracedOptimizerStep* MuonStep::Traced(Ranks ranks, const std::vector<std::int64_t>& shape,
                                             DType dtype) const {
-  const Muon& muon = MuonOf(strategy_);
-  for (const TracedOptimizerStep& step : trace_.optimizer_steps) {
-    const bool whole = ranks.shards == 1;  // orthogonalised alone, whatever the momentum is
-    if (step.ranks == ranks.shards && step.replicas == ranks.replicas && step.shape == shape &&
-        step.dtype == dtype && step.ns_steps == muon.ns_steps && (whole || step.nesterov == muon.nesterov))
-      return &step;
-  }
-  return nullptr;
+  return TracedMuonStep(trace_, MuonOf(strategy_), ranks.shards, ranks.replicas, shape, dtype);
 }
 
 std::vector<std::vector<std::int64_t>> MuonStep::ShapesOf(const Matrix& matrix) const {

@@ -21,7 +21,7 @@ namespace shardplan {
 //   C   copy in 0, 1 | orthogonalize 0 | copy in 2 | orthogonalize 1 | apply 0 | ...
 //   E   there 0 | there 1              | back 0 | there 2           | back 1 | ...
 //
-// The copies in and the sums are on C, or on E (Muon::updates_on_exchange_stream), as DistMuon has them.
+// The copies in and the sums are on C, or on E (Muon::dist_muon), as DistMuon has them.
 class MuonStep {
  public:
   MuonStep(const Trace& trace, const Strategy& strategy, const Partition& partition, ProgramBuilder& builder);

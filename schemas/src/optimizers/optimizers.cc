@@ -109,6 +109,16 @@ bool MuonSteps(const Optimizer& optimizer, const std::string& fqn,
          });
 }
 
+const TracedOptimizerStep* TracedMuonStep(const Trace& trace, const Muon& muon, std::int64_t shards,
+                                          std::int64_t replicas, const std::vector<std::int64_t>& shape,
+                                          DType dtype) {
+  const auto found = std::ranges::find_if(trace.optimizer_steps, [&](const TracedOptimizerStep& step) {
+    return step.ranks == shards && step.replicas == replicas && step.shape == shape && step.dtype == dtype &&
+           step.ns_steps == muon.ns_steps && (shards == 1 || step.nesterov == muon.nesterov);
+  });
+  return found == trace.optimizer_steps.end() ? nullptr : &*found;
+}
+
 std::vector<OptimizerStateDescription> StatesOf(const Optimizer& optimizer) {
   std::vector<OptimizerStateDescription> states;
   for (const OptimizerStateDescription& state : optimizers::kStates) {

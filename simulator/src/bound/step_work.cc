@@ -194,7 +194,8 @@ class StepWorkBuilder {
   void AddCollective(const OperatorEvent& op, const Transfers& moved) {
     ++collective_kernels_;
     const Result<CollectiveCost> cost =
-        CollectiveCostOf(*op.collective, std::max(moved.sent, moved.received));
+        CollectiveCostOf(trace_.communicators[op.collective->communicator], *op.collective,
+                         std::max(moved.sent, moved.received));
     if (!cost) return;
     StepWork::Parts::ModelCollective added{
         .op = operators() - 1, .duration_ns = cost->duration_ns.value, .loads = cost->loads};
@@ -215,8 +216,8 @@ class StepWorkBuilder {
     work_.model_collectives.push_back(collective);
   }
 
-  Result<CollectiveCost> CollectiveCostOf(const ModelCollective& collective, Bytes size) const {
-    const Communicator& group = trace_.communicators[collective.communicator];
+  Result<CollectiveCost> CollectiveCostOf(const Communicator& group, const ModelCollective& collective,
+                                          Bytes size) const {
     if (RanksSpanned(group) > kMaxRanks)
       return MakeInputError("/communicators", "too many ranks", group.name);
     const std::vector<GroupPlacement> placements = PlaceGroups(job_.cluster, group, job_.world_size);
@@ -359,14 +360,8 @@ class StepWorkBuilder {
 
   // Muon's step of one of a parameter's matrices, as traced for so many shards. Null: it is not.
   const TracedOptimizerStep* TracedMuon(const shardplan::Parameter& parameter, std::int64_t shards) const {
-    const Muon& muon = *job_.strategy.optimizer.muon;
     const std::vector<std::int64_t> matrix(parameter.shape.end() - 2, parameter.shape.end());
-    const auto step = std::ranges::find_if(trace_.optimizer_steps, [&](const TracedOptimizerStep& traced) {
-      return traced.ranks == shards && traced.replicas == 1 && traced.shape == matrix &&
-             traced.dtype == parameter.dtype && traced.ns_steps == muon.ns_steps &&
-             (shards == 1 || traced.nesterov == muon.nesterov);
-    });
-    return step == trace_.optimizer_steps.end() ? nullptr : &*step;
+    return TracedMuonStep(trace_, *job_.strategy.optimizer.muon, shards, 1, matrix, parameter.dtype);
   }
 
   bool IsMuons(const shardplan::Parameter& parameter) const {
@@ -394,18 +389,13 @@ class StepWorkBuilder {
 
   // The time of the traced step's collectives, for which its compute stream waits.
   Nanoseconds CollectivesOf(const TracedOptimizerStep& step, const Communicator& shards) const {
-    const std::vector<GroupPlacement> placements = PlaceGroups(job_.cluster, shards, job_.world_size);
     Nanoseconds in_all;
     for (const std::vector<SegmentEntry>* part : {&step.update, &step.orthogonalize, &step.apply}) {
       for (const SegmentEntry& entry : *part) {
         const auto* op = std::get_if<OperatorEvent>(&entry);
         if (op == nullptr || !op->collective || op->collective->communicator != kOfShards) continue;
         const Result<CollectiveCost> cost =
-            costs_->Collective({.kind = op->collective->kind,
-                                .ranks = shards.size,
-                                .placements = placements,
-                                .full_tensor_bytes = op->collective->size_bytes,
-                                .busiest_ppm = op->collective->busiest_ppm});
+            CollectiveCostOf(shards, *op->collective, op->collective->size_bytes);
         if (cost) in_all += op->duration_ns.value >= 0 ? op->duration_ns : cost->duration_ns;
       }
     }
@@ -414,10 +404,10 @@ class StepWorkBuilder {
 
   // [Note: links of a matrix optimizer]
   // A matrix that no rank has whole goes to its owner, but for the largest piece, and comes back. A mean
-  // rank's part is on the links for no less than the line of all_to_all says (TrafficOf), whatever the
-  // buckets: L in all. A matrix without an owner has the collectives of its traced step instead, of no less
-  // than k times as long. Both may go on at once, so plans that divide the matrices take at least the least
-  // of max(L x, k L (1 - x)) over x, which is L k / (1 + k).
+  // rank's part takes no less than the least slope of all_to_all says (TrafficOf), whatever the buckets: L in
+  // all. A matrix without an owner has the collectives of its traced step instead, of no less than k times as
+  // long. Both may go on at once, so plans that divide the matrices take at least the least of
+  // max(L x, k L (1 - x)) over x, which is L k / (1 + k).
   //
   // Nothing is counted for replicas, among which each matrix has one owner or several, and for blocks of
   // rows, which a rank may have whole.

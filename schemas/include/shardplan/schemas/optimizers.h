@@ -17,6 +17,7 @@
 #include "shardplan/schemas/plan.h"
 #include "shardplan/schemas/quantity.h"
 #include "shardplan/schemas/strategy.h"
+#include "shardplan/schemas/trace.h"
 
 namespace shardplan {
 
@@ -207,6 +208,12 @@ Optimizer OptimizerOf(const Optimizer& optimizer, bool muon);
 // its matrices.
 bool MuonSteps(const Optimizer& optimizer, const std::string& fqn,
                const std::vector<std::string>& shared_with);
+
+// Muon's step of a matrix, as traced on so many ranks that shard it and replicas. Null: it is not. A whole
+// matrix is orthogonalised alike whatever the momentum is.
+const TracedOptimizerStep* TracedMuonStep(const Trace& trace, const Muon& muon, std::int64_t shards,
+                                          std::int64_t replicas, const std::vector<std::int64_t>& shape,
+                                          DType dtype);
 
 // The states that these arguments make, in order of creation.
 std::vector<OptimizerStateDescription> StatesOf(const Optimizer& optimizer);
