@@ -125,6 +125,6 @@ def test_a_stage_that_fails_says_no_time(tmp_path):
         "--gpus", 4, "--no-history", "--steps", 1, "--cluster", CLUSTER, "--", "torchrun", "--nproc_per_node", 4,
         SCRIPTS / "failing_stage.py",
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr}{done.stdout}"
     assert "no time: rank 2, another stage of the pipeline, ended early" in done.stderr
     assert "this stage has no data" in done.stderr
