@@ -250,6 +250,86 @@ TEST(MuonPlans, OfEveryWayVerifyAndStepEachParameterOnce) {
   }
 }
 
+// The trigger that each exchange is sent in, by its name.
+std::map<std::string, std::string> SentIn(const Plan& plan) {
+  std::map<std::string, std::string> triggers;
+  for (const Trigger& trigger : plan.steps.back().triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      if (i.kind != InstructionKind::kUpdateCopyIn) continue;
+      std::string& words = triggers[plan.exchanges[i.exchange].name];
+      EXPECT_EQ(words, "") << "sent twice";
+      words = fmt::format("{} {} {}", Name(trigger.kind),
+                          trigger.unit < 0 ? "" : plan.units[trigger.unit].fqn, trigger.microbatch);
+    }
+  }
+  return triggers;
+}
+
+// Layers come last to first. One that two layers share waits for the second of them.
+TEST(MuonPlans, ExchangesBeginBehindTheLastOfTheirReductions) {
+  for (const std::int64_t replicas : {1, 2}) {
+    for (const bool accumulates : {false, true}) {
+      SCOPED_TRACE(fmt::format("{} replicas{}", replicas, accumulates ? ", accumulated" : ""));
+      Trace trace = MuonModel(4);
+      AddMuon(trace, {});
+      Strategy strategy = ByOwners(replicas > 1);
+      strategy.optimizer.muon->begin_in_backward = true;
+      strategy.optimizer.muon->buckets = {{"layers.3.*.*"}, {"layers.0.*.*", "layers.2.*.*"}};
+      strategy.mesh = {{"replicate", replicas}, {"shard", 2}};
+      if (accumulates)
+        strategy.program = {{ForwardCall{}, BackwardCall{}, ForwardCall{.microbatch = 1},
+                             BackwardCall{.microbatches = {1}}, OptimizerStepCall{}, ZeroGradCall{}}};
+      const Plan plan = MuonPlanOf(trace, strategy, 2 * replicas);
+      ASSERT_FALSE(plan.steps.empty());
+      EXPECT_TRUE(Verify(plan).empty());
+      const int last = accumulates ? 1 : 0;
+      EXPECT_EQ(SentIn(plan), (std::map<std::string, std::string>{
+                                  {"muon.0", fmt::format("post_backward layers.3 {}", last)},
+                                  {"muon.1", fmt::format("post_backward layers.1 {}", last)},
+                                  {"muon.2", fmt::format("post_backward layers.0 {}", last)}}));
+      // Their communicator is no other instruction's.
+      for (const Exchange& exchange : plan.exchanges) {
+        for (const Trigger& trigger : plan.steps.back().triggers) {
+          for (const Instruction& i : trigger.instructions) {
+            EXPECT_TRUE(i.exchange >= 0 || i.communicator != exchange.communicator) << Name(i.kind);
+          }
+        }
+      }
+    }
+  }
+}
+
+// In the first of two micro-batches the gradients are not those of the step.
+TEST(MuonPlans, ExchangesThatBeginTooEarlyAreFound) {
+  Trace trace = MuonModel(2);
+  AddMuon(trace, {});
+  Strategy strategy = ByOwners();
+  strategy.optimizer.muon->begin_in_backward = true;
+  strategy.program = {{ForwardCall{}, BackwardCall{}, ForwardCall{.microbatch = 1},
+                       BackwardCall{.microbatches = {1}}, OptimizerStepCall{}, ZeroGradCall{}}};
+  Plan plan = MuonPlanOf(trace, strategy, 2);
+  ASSERT_TRUE(Verify(plan).empty());
+  for (PlanStep& step : plan.steps) {
+    const auto behind = [&](std::int32_t microbatch) -> std::vector<Instruction>& {
+      return std::ranges::find_if(step.triggers,
+                                  [&](const Trigger& trigger) {
+                                    return trigger.kind == TriggerKind::kPostBackward &&
+                                           plan.units[trigger.unit].fqn == "layers.0" &&
+                                           trigger.microbatch == microbatch;
+                                  })
+          ->instructions.Edit();
+    };
+    std::vector<Instruction>&from = behind(1), &to = behind(0);
+    const auto first = std::ranges::find_if(from, [&](const Instruction& i) {
+      return i.kind == InstructionKind::kAllocate && plan.buffers[i.dst].role == BufferRole::kUpdatePieces;
+    });
+    ASSERT_NE(first, from.end());
+    to.insert(to.end(), first, from.end());
+    from.erase(first, from.end());
+  }
+  EXPECT_FALSE(Verify(plan).empty());
+}
+
 TEST(MuonPlans, ExpertsStayWhereTheyAreWhole) {
   Trace trace = MuonModel(1);
   for (Parameter& parameter : trace.parameters) {
@@ -291,6 +371,8 @@ TEST(MuonPlans, ErrorsNameTheParameter) {
   expect({.compute = {{.parameters = {up}, .owner = 2}}},
          up + " has an owner outside of the mesh (found 2, expected 0 to 1");
   expect({.compute = {{.parameters = {up}, .block_rows = 5}}}, up + " does not divide into blocks of rows");
+  expect({.compute = {{}}, .dist_muon = true, .begin_in_backward = true},
+         "DistMuon exchanges when the optimizer steps");
   expect({.ns_steps = 3}, "the trace has no step of Muon for " + up);
   expect({}, "the trace has no step of Muon for " + up + ": record it with `shardplan trace --muon 4`", 4);
   expect({}, up + " has fewer rows than ranks", 256);

@@ -293,8 +293,12 @@ void AddMuonMoves(const Job& job, const Choice& from, std::vector<Choice>& moves
   if (job.muon.owners.empty() || from.owners == MuonOwners::kNone) return;
   for (const std::int32_t exchanges : {1, from.exchanges / 2, from.exchanges * 2, job.chain.blocks}) {
     if (exchanges < 1) continue;
-    moves.push_back(from);
-    moves.back().exchanges = exchanges;
+    for (const bool in_backward : {false, true}) {
+      if (in_backward && !job.muon.may_begin_in_backward) continue;
+      moves.push_back(from);
+      moves.back().exchanges = exchanges;
+      moves.back().exchanged_in_backward = in_backward;
+    }
   }
 }
 

@@ -25,12 +25,19 @@ class Case:
     words: tuple[str, ...]
     replicas: int = 1
     shards: int = 2
+    batches: int = 1  # of a step
 
     @property
     def owned(self) -> bool:
         return "--muon-owners" in self.words
 
+    @property
+    def in_backward(self) -> int:
+        """Exchanges that begin there: one for each bucket, and one for the rest."""
+        return min(self.words.count("--muon-bucket") + 1, 3) if IN_BACKWARD in self.words else 0
 
+
+IN_BACKWARD = "--muon-in-backward"
 BUCKETS = tuple(word for number in range(3) for word in ("--muon-bucket", f"1.{number}.*.weight"))
 CASES = (
     Case("shards", ("--muon-owners", "shards")),
@@ -39,6 +46,10 @@ CASES = (
     Case("in_each_replica", ("--muon-owners", "shards"), replicas=2),
     Case("dist_muon", ("--muon-owners", "dist_muon", *BUCKETS), shards=4),
     Case("sharded", ()),
+    Case("in_backward", ("--muon-owners", "shards", *BUCKETS, IN_BACKWARD), shards=4),
+    Case("in_backward_of_two", ("--muon-owners", "shards", "--muon-bucket", "1.2.*.weight", IN_BACKWARD)),
+    Case("in_backward_over_replicas", ("--muon-owners", "replicas", *BUCKETS, IN_BACKWARD), replicas=2),
+    Case("in_backward_accumulated", ("--muon-owners", "shards", *BUCKETS, IN_BACKWARD, "--accumulate", "2"), batches=2),
 )
 
 
@@ -76,13 +87,9 @@ def run(command: list, folder: pathlib.Path) -> None:
 def compare(case: Case, plan: str) -> str:
     """On a rank; "": equal bit for bit."""
     import shardplan.torch as sp
-    from torch.distributed.fsdp import fully_shard
 
-    mesh = make_mesh(case.replicas, case.shards)
-    theirs = layers().to(DEVICE)
-    for block in theirs[1]:
-        fully_shard(block, mesh=mesh)
-    models = {"ours": sp.apply(layers().to(DEVICE), plan, mesh), "fsdp2": fully_shard(theirs, mesh=mesh)}
+    models = make_models(case, plan)
+    theirs = models["fsdp2"]
     ours = sp.Muon(models["ours"], lr=0.02)
     stepped = set(ours.param_groups[0]["params"])
     names = [fqn for fqn, parameter in models["ours"].named_parameters() if parameter in stepped]
@@ -98,13 +105,12 @@ def compare(case: Case, plan: str) -> str:
     alone = {fqn: nn.Parameter(whole(models["ours"].get_parameter(fqn)).clone()) for fqn in names}
     single = torch.optim.Muon(alone.values(), lr=0.02)
     for step in range(STEPS):
-        numbers = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        tokens = torch.randint(100, (4, 9), generator=numbers).to(DEVICE)
         losses = []
         for name, model in models.items():
-            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            losses.append(loss.detach())
+            exchanges = [backward(model, step, batch, losses) for batch in range(case.batches)]
+            expected = [0] * (case.batches - 1) + [case.in_backward if name == "ours" or case.owned else 0]
+            if exchanges != expected:
+                return f"{name}: exchanges that begin in the backwards: {exchanges}, expected {expected}"
             if name == "ours":
                 for fqn, parameter in alone.items():
                     parameter.grad = whole(model.get_parameter(fqn).grad).clone()
@@ -112,7 +118,7 @@ def compare(case: Case, plan: str) -> str:
                 optimizer.step()
                 optimizer.zero_grad()
         single.step()
-        if not torch.equal(*losses):
+        if not torch.equal(*torch.stack(losses).chunk(2)):
             return f"step {step}: losses {losses}"
     for fqn, parameter in models["ours"].named_parameters():
         if not torch.equal(whole(parameter), whole(theirs.get_parameter(fqn))):
@@ -120,6 +126,53 @@ def compare(case: Case, plan: str) -> str:
         if case.owned and fqn in alone and not torch.equal(whole(parameter), alone[fqn]):
             return f"{fqn}: not that of one process"
     return ""
+
+
+def make_models(case: Case, plan: str) -> dict[str, nn.Module]:
+    import shardplan.torch as sp
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = make_mesh(case.replicas, case.shards)
+    theirs = layers().to(DEVICE)
+    for block in theirs[1]:
+        fully_shard(block, mesh=mesh)
+    return {"ours": sp.apply(layers().to(DEVICE), plan, mesh), "fsdp2": fully_shard(theirs, mesh=mesh)}
+
+
+def backward(model: nn.Module, step: int, batch: int, losses: list[torch.Tensor]) -> int:
+    """Runs a micro-batch. Returns how many exchanges have begun in its backward."""
+    numbers = torch.Generator().manual_seed(100 * step + 10 * batch + dist.get_rank())
+    tokens = torch.randint(100, (4, 9), generator=numbers).to(DEVICE)
+    loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    losses.append(loss.detach())
+    sent = []
+    real = dist.all_to_all_single
+    dist.all_to_all_single = lambda *words: sent.append(words) or real(*words)
+    try:
+        loss.backward()
+    finally:
+        dist.all_to_all_single = real
+    return len(sent)
+
+
+def refused(case: Case, plan: str) -> dict[str, str]:
+    """Loops for which exchanges may not begin in the backward: errors."""
+    import shardplan.torch as sp
+
+    said = {}
+    for name, model in make_models(case, plan).items():
+        muon = sp.Muon(model, plan=plan if name == "fsdp2" else None, lr=0.02)
+        losses: list[torch.Tensor] = []
+        backward(model, 0, 0, losses)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        for what, call in (("clipped", muon.step), ("two backwards", lambda: backward(model, 0, 1, losses))):
+            if what == "two backwards":
+                backward(model, 0, 0, losses)
+            try:
+                call()
+            except RuntimeError as error:
+                said[f"{name}, {what}"] = str(error)
+    return said
 
 
 def compare_all(cases: list[Case], plans: dict[str, str]) -> dict[str, str]:
