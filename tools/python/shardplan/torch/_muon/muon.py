@@ -208,7 +208,7 @@ class _InBackward:
         self.norms: list[torch.Tensor] = []  # of the gradients of each that has begun
 
     def reduced(self, parameter: nn.Parameter) -> list[Beginning]:
-        """Counts a reduction. Those that begin now."""
+        """Counts a reduction. Returns what begins now."""
         self.counts[id(parameter)] = self.counts.get(id(parameter), 0) + 1
         ready = [
             beginning
