@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings by plans of `shardplan plan --optimizer muon`, on a rank. A model follows the plan. Beside it are
-FSDP2 with the plan for its optimizer alone, and torch.optim.Muon of whole matrices with the same gradients."""
+FSDP2 with the plan for its optimizer alone, and torch.optim.Muon of whole matrices with the same gradients.
+`muon_planned.py CASE` runs one on ranks of its own."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -177,3 +180,19 @@ def refused(case: Case, plan: str) -> dict[str, str]:
 
 def compare_all(cases: list[Case], plans: dict[str, str]) -> dict[str, str]:
     return {case.name: compare(case, plans[case.name]) for case in cases}
+
+
+def main() -> None:
+    from adapter_workers import run_on_ranks
+
+    case = next(case for case in CASES if case.name == sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        plans = make_plans(pathlib.Path(folder), pathlib.Path(os.environ["SHARDPLAN_BUILD"]))
+        ranks = case.replicas * case.shards
+        outcomes = run_on_ranks(ranks, pathlib.Path(folder, "ranks"), compare_all, [case], plans)
+    wrong = [outcome for outcome in outcomes if outcome != ("returned", {case.name: ""})]
+    sys.exit(f"{case.name}: {wrong}" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
