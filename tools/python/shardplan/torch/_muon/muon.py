@@ -179,6 +179,7 @@ class _Unchanged:
 
     def __init__(self, parameters: list[nn.Parameter], before: torch.Tensor) -> None:
         self.parameters, now = parameters, _norms(parameters)
+        self._before = before  # is of another stream: its memory is to live until this is known
         same = (now == before) | (now.isnan() & before.isnan())
         self._host = torch.empty(same.shape, dtype=same.dtype, pin_memory=same.is_cuda).copy_(same, non_blocking=True)
         self._there = torch.cuda.current_stream().record_event() if same.is_cuda else None
@@ -283,7 +284,7 @@ class Muon(Optimizer):
     def _register(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        begun = {id(p): p for beginning in self._program.in_backward for p in beginning.parameters}
+        begun = {id(p): p for beginning in self._program.in_backward for p in beginning.parameters if p.requires_grad}
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._reduced) for parameter in begun.values()]
 
     def _start_step(self) -> None:
