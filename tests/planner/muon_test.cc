@@ -415,6 +415,10 @@ TEST(MuonTime, OfTheBusiestOwnerIsThatAmongAllRanks) {
     if (random() % 2 == 0) strategy.optimizer.muon->buckets = {{"layers.0.*.*"}, {"layers.1.*.*"}};
     if (strategy.optimizer.muon->buckets.size() > 1 && trace.parameters.size() < 7)
       strategy.optimizer.muon->buckets = {};
+    // Two groups of ranks with work of their own.
+    const bool two_groups = replicas > 1 && random() % 2 == 0;
+    if (two_groups)
+      strategy.optimizer.muon->compute = {{.parameters = {"layers.*.up.*"}, .over_replicas = true}, {}};
     strategy.mesh = {{"replicate", replicas}, {"shard", shards}};
     const Plan plan = MuonPlanOf(trace, strategy, shards * replicas);
     ASSERT_FALSE(plan.steps.empty());
@@ -424,6 +428,22 @@ TEST(MuonTime, OfTheBusiestOwnerIsThatAmongAllRanks) {
     ASSERT_TRUE(apart.has_value()) << ToString(apart.error());
     EXPECT_EQ(MuonStepTime(plan), apart->ranks[static_cast<std::size_t>(program->rank)].end_ns);
     EXPECT_LE(MuonStepTime(plan), apart->step_ns);
+    // A rank owns what its place in each group owns: shards follow one another, so do all ranks.
+    std::int64_t matrices = 0, owners = 0;
+    for (std::int64_t rank = 0; rank < shards * replicas; ++rank) {
+      std::int64_t own = 0;
+      for (const Exchange& exchange : plan.exchanges) {
+        const std::int64_t place = rank % plan.communicators[exchange.communicator].size;
+        own += std::ranges::count(exchange.matrices, place, &ExchangedMatrix::owner);
+      }
+      matrices += own;
+      owners += own > 0 ? 1 : 0;
+    }
+    const OwnedTimes times = TimesOfOwners(*program, program->steps.back());
+    EXPECT_EQ(times.matrices, matrices);
+    EXPECT_EQ(times.owners, owners);
+    EXPECT_EQ(times.ranks, shards * replicas);
+    EXPECT_GE(times.most_ns.value * times.ranks, times.in_all_ns.value);
   }
 }
 

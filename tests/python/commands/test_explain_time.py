@@ -58,7 +58,7 @@ def test_explain_says_how_even_owners_are(shardplan, tmp_path):
         assert done.returncode == 0, done.stderr
     said = shardplan("explain", plan).stdout
     text = said.split("owners of matrices: ")[1]
-    assert text.startswith("3 matrices on 2 of 2 ranks\n")
+    assert text.startswith("3 orthogonalised on 2 of 2 ranks\n")
     busiest, mean = map(float, re.search(r"Newton-Schulz  ([\d.]+) ms on the busiest, ([\d.]+) ms", text).groups())
     assert busiest == pytest.approx(mean * 4 / 3, rel=0.01)
     # In bfloat16 a matrix is a 128th of a mebibyte.

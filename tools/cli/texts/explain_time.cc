@@ -97,7 +97,7 @@ std::string OwnersText(const Plan& plan, const EngineProgram& program) {
   const Nanoseconds mean{times.in_all_ns.value / std::max<std::int64_t>(times.ranks, 1)};
   const WholeBytes whole = LargestWhole(plan);
   return fmt::format(
-      "\nowners of matrices: {} matrices on {} of {} ranks\n"
+      "\nowners of matrices: {} orthogonalised on {} of {} ranks\n"
       "  Newton-Schulz  {:.3f} ms on the busiest, {:.3f} ms if all had the same\n"
       "  whole matrices of an exchange  {:.3g} MiB on the rank with the most, {:.3g} MiB on a mean one\n",
       times.matrices, times.owners, times.ranks, InMilliseconds(times.most_ns), InMilliseconds(mean),
