@@ -18,6 +18,7 @@
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/lower_bound.h"
+#include "shardplan/simulator/reserved_memory.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/planner/bound_cases.h"
 #include "tests/planner/synthetic.h"
@@ -493,6 +494,33 @@ TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
         << (output->report.notes.empty() ? "" : output->report.notes.front());
     const Status checked = CheckCertificate(trace, output->plan, *output->certificate);
     EXPECT_TRUE(checked.has_value()) << ToString(checked.error());
+  }
+}
+
+// The budget is what the way itself reserves, and the search ends after so many plans.
+TEST(MuonOptimize, NoWayIsFasterInItsBudgetWhereverTheSearchEnds) {
+  Trace trace = MuonModel(3);
+  AddMuon(trace, {{4, 1}});
+  const Cluster cluster = BalancedOf(4);
+  const std::vector<std::vector<std::string>> by_block = {{"layers.0.*.*"}, {"layers.1.*.*"}};
+  const std::map<std::string, Muon> ways = {
+      {"torch.optim.Muon", {}},
+      {"DistMuon", {.compute = {{}}, .buckets = by_block, .dist_muon = true}},
+      {"owners", {.compute = {{}}}},
+  };
+  for (const auto& [name, muon] : ways) {
+    const Plan plan = MuonPlanOf(trace, WithMuon(muon), 4);
+    const Result<Bytes> reserved = ReservedWithoutBudget(plan, {});
+    ASSERT_TRUE(reserved.has_value());
+    for (const std::int64_t limit : {1, 20}) {
+      SCOPED_TRACE(fmt::format("{}, {} bytes, {} plans", name, reserved->value, limit));
+      const Result<OptimizeOutput> output =
+          Optimize(trace, WithMuon(), cluster,
+                   {.budget = *reserved, .plan_limit = limit, .time_limit_ns = {0}, .threads = 2});
+      ASSERT_TRUE(output.has_value()) << ToString(output.error());
+      EXPECT_LE(output->report.step_ns, MuonStepTime(plan));
+      EXPECT_LE(output->report.peak_reserved_bytes, *reserved);
+    }
   }
 }
 
