@@ -46,9 +46,10 @@ def field(config: Any, fqns: list[str]) -> tuple[dict[str, Any], MuonOptions]:
         "buckets": _buckets(factory.get("bucket_configs", ()), fqns),
         "dist_muon": True,
     }
-    blocks = [(fqn, dict(rule)["block_rows"]) for rule, named in rules.items() for fqn in named if "block_rows" in dict(rule)]
-    options = MuonOptions((Ranks(),), tuple(fqns), tuple(blocks), ns_steps, nesterov)
-    return muon, options
+    blocks = tuple(
+        (fqn, rule["block_rows"]) for rule in muon["compute"] if "block_rows" in rule for fqn in rule["parameters"]
+    )
+    return muon, MuonOptions((Ranks(),), tuple(fqns), blocks, ns_steps, nesterov)
 
 
 def _one(name: str, found: list[Any]) -> Any:
