@@ -214,8 +214,15 @@ bool OptimizerStepWithoutMemory(const std::vector<char>& alive) {
 
 bool OptimizerStepWithoutStates(const Plan& plan, const std::vector<std::vector<BufferId>>& states,
                                 UnitId id) {
-  const auto has_one = [](const std::vector<BufferId>& of_unit) { return !of_unit.empty(); };
-  if (has_one(states[id]) || std::ranges::none_of(states, has_one)) return false;
+  if (!states[id].empty()) return false;
+  // Muon has states where the optimizer of the rest may have none.
+  const auto has_muon = [&](std::size_t u) {
+    return std::ranges::any_of(plan.units[u].parameters, &UnitParameter::muon);
+  };
+  bool others_have = false;
+  for (std::size_t u = 0; u < states.size() && !others_have; ++u)
+    others_have = !states[u].empty() && (has_muon(static_cast<std::size_t>(id)) || !has_muon(u));
+  if (!others_have) return false;
   // A flat unit counts the original parameters whose pieces the first rank has.
   const Unit& unit = plan.units[id];
   const std::int64_t end = unit.flat_numel / ShardCount(plan, unit);

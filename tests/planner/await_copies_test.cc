@@ -159,6 +159,7 @@ TEST(AwaitCopiesTest, PlansOfRandomProgramsVerifyAndEveryWaitIsNeeded) {
     Random random(seed);
     c.trace = WithEvaluation(std::move(c.trace));
     c.strategy.cpu_offload = true;
+    c.strategy.optimizer.muon.reset();  // steps on the device alone
     c.strategy.program = {kUsualStep};
     for (int evaluations = random.Below(3); evaluations > 0; --evaluations) {
       constexpr int kPlaces[] = {0, 2, 3};

@@ -3,6 +3,7 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace shardplan::testing {
 namespace {
@@ -47,6 +48,28 @@ void AddActivationOffload(std::uint32_t seed, bool may_freeze, Strategy& strateg
   if (!rule.modules.empty()) strategy.activation_offload = std::move(rule);
 }
 
+// Gives some matrices owners, in up to three buckets. Seeds give otherwise what they gave before there was
+// this.
+void AddOwnersOfMatrices(std::uint32_t seed, RandomPlanCase& c) {
+  Random random(seed * 1664525U + 9);
+  if (c.strategy.policy != "fsdp2" || c.strategy.cpu_offload || !random.Chance(40)) return;
+  Muon muon{.compute = {{.over_replicas = random.Chance(50)}}};
+  muon.dist_muon = random.Chance(20);
+  muon.begin_in_backward = !muon.dist_muon && random.Chance(60);
+  std::vector<std::vector<std::string>> buckets(1 + random.Below(3));
+  for (const Parameter& parameter : c.trace.parameters) {
+    if (!parameter.requires_grad || random.Chance(20)) continue;
+    muon.matrices.push_back(parameter.fqn);
+    buckets[random.Below(static_cast<int>(buckets.size()))].push_back(parameter.fqn);
+  }
+  if (muon.matrices.empty()) return;
+  std::erase_if(buckets, [](const std::vector<std::string>& bucket) { return bucket.empty(); });
+  if (random.Chance(30)) buckets.pop_back();  // these come last, together
+  muon.buckets = std::move(buckets);
+  AddMuon(c.trace, {});
+  c.strategy.optimizer.muon = std::move(muon);
+}
+
 }  // namespace
 
 RandomPlanCase RandomCase(std::uint32_t seed, bool may_freeze) {
@@ -87,6 +110,7 @@ RandomPlanCase RandomCase(std::uint32_t seed, bool may_freeze) {
   if (random.Chance(30)) s.checkpoint = CheckpointRule{.modules = {"a"}, .early_stop = random.Chance(70)};
   AddActivationOffload(seed, may_freeze, s);
   s.cpu_offload = s.policy == "fsdp2" && random.Chance(20);  // fsdp1 adds to no gradient that is offloaded
+  AddOwnersOfMatrices(seed, c);
   return c;
 }
 

@@ -315,7 +315,7 @@ class GraphBuilder {
   void StepExchange(const Instruction& i) {
     if (i.src >= 0) ReadBuffer(i.src);
     if (i.dst >= 0) WriteBuffer(i.dst);
-    if (i.kind == InstructionKind::kOrthogonalize) return;
+    if (i.kind == InstructionKind::kOrthogonalize) return GiveBack(i.stream);  // its own tensors come and go
     for (const ExchangedMatrix& matrix : plan_.exchanges[i.exchange].matrices) {
       for (const BufferId buffer : unit_buffers_[matrix.unit]) WriteBuffer(buffer);
     }

@@ -398,7 +398,9 @@ void MuonStep::StepOwned(const std::vector<Matrix>& matrices) {
   std::vector<ExchangeId> exchanges;
   for (Exchange& exchange : ExchangesOf(matrices)) exchanges.push_back(AddExchange(std::move(exchange)));
   builder_.SetUnit(-1);
-  const StreamId update = MuonOf(strategy_).dist_muon ? builder_.Stream("update_exchange") : kCompute;
+  // A unit's states are one buffer, which what has begun writes on the stream of the exchanges.
+  const bool on_exchanges = MuonOf(strategy_).dist_muon || begun > 0;
+  const StreamId update = on_exchanges ? builder_.Stream("update_exchange") : kCompute;
   const std::size_t all = begun + exchanges.size();
   const auto come = [&](std::size_t count) {
     if (count <= all && passages.size() < count)
