@@ -18,6 +18,7 @@
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/engine.h"
 #include "shardplan/simulator/lower_bound.h"
+#include "shardplan/simulator/reserved_memory.h"
 #include "shardplan/verifier/verifier.h"
 #include "tests/planner/bound_cases.h"
 #include "tests/planner/synthetic.h"
@@ -250,6 +251,86 @@ TEST(MuonPlans, OfEveryWayVerifyAndStepEachParameterOnce) {
   }
 }
 
+// The trigger that each exchange is sent in, by its name.
+std::map<std::string, std::string> SentIn(const Plan& plan) {
+  std::map<std::string, std::string> triggers;
+  for (const Trigger& trigger : plan.steps.back().triggers) {
+    for (const Instruction& i : trigger.instructions) {
+      if (i.kind != InstructionKind::kUpdateCopyIn) continue;
+      std::string& words = triggers[plan.exchanges[i.exchange].name];
+      EXPECT_EQ(words, "") << "sent twice";
+      words = fmt::format("{} {} {}", Name(trigger.kind),
+                          trigger.unit < 0 ? "" : plan.units[trigger.unit].fqn, trigger.microbatch);
+    }
+  }
+  return triggers;
+}
+
+// Layers come last to first. One that two layers share waits for the second of them.
+TEST(MuonPlans, ExchangesBeginBehindTheLastOfTheirReductions) {
+  for (const std::int64_t replicas : {1, 2}) {
+    for (const bool accumulates : {false, true}) {
+      SCOPED_TRACE(fmt::format("{} replicas{}", replicas, accumulates ? ", accumulated" : ""));
+      Trace trace = MuonModel(4);
+      AddMuon(trace, {});
+      Strategy strategy = ByOwners(replicas > 1);
+      strategy.optimizer.muon->begin_in_backward = true;
+      strategy.optimizer.muon->buckets = {{"layers.3.*.*"}, {"layers.0.*.*", "layers.2.*.*"}};
+      strategy.mesh = {{"replicate", replicas}, {"shard", 2}};
+      if (accumulates)
+        strategy.program = {{ForwardCall{}, BackwardCall{}, ForwardCall{.microbatch = 1},
+                             BackwardCall{.microbatches = {1}}, OptimizerStepCall{}, ZeroGradCall{}}};
+      const Plan plan = MuonPlanOf(trace, strategy, 2 * replicas);
+      ASSERT_FALSE(plan.steps.empty());
+      EXPECT_TRUE(Verify(plan).empty());
+      const int last = accumulates ? 1 : 0;
+      EXPECT_EQ(SentIn(plan), (std::map<std::string, std::string>{
+                                  {"muon.0", fmt::format("post_backward layers.3 {}", last)},
+                                  {"muon.1", fmt::format("post_backward layers.1 {}", last)},
+                                  {"muon.2", fmt::format("post_backward layers.0 {}", last)}}));
+      // Their communicator is no other instruction's.
+      for (const Exchange& exchange : plan.exchanges) {
+        for (const Trigger& trigger : plan.steps.back().triggers) {
+          for (const Instruction& i : trigger.instructions) {
+            EXPECT_TRUE(i.exchange >= 0 || i.communicator != exchange.communicator) << Name(i.kind);
+          }
+        }
+      }
+    }
+  }
+}
+
+// In the first of two micro-batches the gradients are not those of the step.
+TEST(MuonPlans, ExchangesThatBeginTooEarlyAreFound) {
+  Trace trace = MuonModel(2);
+  AddMuon(trace, {});
+  Strategy strategy = ByOwners();
+  strategy.optimizer.muon->begin_in_backward = true;
+  strategy.program = {{ForwardCall{}, BackwardCall{}, ForwardCall{.microbatch = 1},
+                       BackwardCall{.microbatches = {1}}, OptimizerStepCall{}, ZeroGradCall{}}};
+  Plan plan = MuonPlanOf(trace, strategy, 2);
+  ASSERT_TRUE(Verify(plan).empty());
+  for (PlanStep& step : plan.steps) {
+    const auto behind = [&](std::int32_t microbatch) -> std::vector<Instruction>& {
+      return std::ranges::find_if(step.triggers,
+                                  [&](const Trigger& trigger) {
+                                    return trigger.kind == TriggerKind::kPostBackward &&
+                                           plan.units[trigger.unit].fqn == "layers.0" &&
+                                           trigger.microbatch == microbatch;
+                                  })
+          ->instructions.Edit();
+    };
+    std::vector<Instruction>&from = behind(1), &to = behind(0);
+    const auto first = std::ranges::find_if(from, [&](const Instruction& i) {
+      return i.kind == InstructionKind::kAllocate && plan.buffers[i.dst].role == BufferRole::kUpdatePieces;
+    });
+    ASSERT_NE(first, from.end());
+    to.insert(to.end(), first, from.end());
+    from.erase(first, from.end());
+  }
+  EXPECT_FALSE(Verify(plan).empty());
+}
+
 TEST(MuonPlans, ExpertsStayWhereTheyAreWhole) {
   Trace trace = MuonModel(1);
   for (Parameter& parameter : trace.parameters) {
@@ -291,6 +372,8 @@ TEST(MuonPlans, ErrorsNameTheParameter) {
   expect({.compute = {{.parameters = {up}, .owner = 2}}},
          up + " has an owner outside of the mesh (found 2, expected 0 to 1");
   expect({.compute = {{.parameters = {up}, .block_rows = 5}}}, up + " does not divide into blocks of rows");
+  expect({.compute = {{}}, .dist_muon = true, .begin_in_backward = true},
+         "DistMuon exchanges when the optimizer steps");
   expect({.ns_steps = 3}, "the trace has no step of Muon for " + up);
   expect({}, "the trace has no step of Muon for " + up + ": record it with `shardplan trace --muon 4`", 4);
   expect({}, up + " has fewer rows than ranks", 256);
@@ -333,6 +416,10 @@ TEST(MuonTime, OfTheBusiestOwnerIsThatAmongAllRanks) {
     if (random() % 2 == 0) strategy.optimizer.muon->buckets = {{"layers.0.*.*"}, {"layers.1.*.*"}};
     if (strategy.optimizer.muon->buckets.size() > 1 && trace.parameters.size() < 7)
       strategy.optimizer.muon->buckets = {};
+    // Two groups of ranks with work of their own.
+    const bool two_groups = replicas > 1 && random() % 2 == 0;
+    if (two_groups)
+      strategy.optimizer.muon->compute = {{.parameters = {"layers.*.up.*"}, .over_replicas = true}, {}};
     strategy.mesh = {{"replicate", replicas}, {"shard", shards}};
     const Plan plan = MuonPlanOf(trace, strategy, shards * replicas);
     ASSERT_FALSE(plan.steps.empty());
@@ -342,6 +429,22 @@ TEST(MuonTime, OfTheBusiestOwnerIsThatAmongAllRanks) {
     ASSERT_TRUE(apart.has_value()) << ToString(apart.error());
     EXPECT_EQ(MuonStepTime(plan), apart->ranks[static_cast<std::size_t>(program->rank)].end_ns);
     EXPECT_LE(MuonStepTime(plan), apart->step_ns);
+    // A rank owns what its place in each group owns: shards follow one another, so do all ranks.
+    std::int64_t matrices = 0, owners = 0;
+    for (std::int64_t rank = 0; rank < shards * replicas; ++rank) {
+      std::int64_t own = 0;
+      for (const Exchange& exchange : plan.exchanges) {
+        const std::int64_t place = rank % plan.communicators[exchange.communicator].size;
+        own += std::ranges::count(exchange.matrices, place, &ExchangedMatrix::owner);
+      }
+      matrices += own;
+      owners += own > 0 ? 1 : 0;
+    }
+    const OwnedTimes times = TimesOfOwners(*program, program->steps.back());
+    EXPECT_EQ(times.matrices, matrices);
+    EXPECT_EQ(times.owners, owners);
+    EXPECT_EQ(times.ranks, shards * replicas);
+    EXPECT_GE(times.most_ns.value * times.ranks, times.in_all_ns.value);
   }
 }
 
@@ -359,11 +462,12 @@ TEST(MuonTime, IsThatOfTheSlowestOwner) {
 // ---- the optimising planner ----
 
 TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
-  for (const std::int64_t replicas : {1, 2}) {
-    SCOPED_TRACE(fmt::format("{} replicas", replicas));
+  for (const auto& [replicas, in_backward] :
+       std::vector<std::pair<std::int64_t, bool>>{{1, false}, {2, false}, {1, true}}) {
+    SCOPED_TRACE(fmt::format("{} replicas{}", replicas, in_backward ? ", exchanged in the backward" : ""));
     Trace trace = MuonModel(3);
     AddMuon(trace, {{4 / replicas, replicas}});
-    Strategy strategy = WithMuon();
+    Strategy strategy = WithMuon({.begin_in_backward = in_backward});
     strategy.mesh = {{"replicate", replicas}, {"shard", 4 / replicas}};
     const Cluster cluster = BalancedOf(4);
     const Result<OptimizeOutput> output =
@@ -374,7 +478,9 @@ TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
     EXPECT_GE(found, output->report.lower_bound_ns);
     Muon all_on_one{.compute = {{.owner = 0}}};
     Muon dist_muon{.compute = {{}}, .buckets = {{"layers.0.*.*"}, {"layers.1.*.*"}}, .dist_muon = true};
-    for (const Muon& muon : {Muon{}, all_on_one, dist_muon}) {
+    const Muon under_backward{
+        .compute = {{}}, .buckets = dist_muon.buckets, .begin_in_backward = in_backward};
+    for (const Muon& muon : {Muon{}, all_on_one, dist_muon, under_backward}) {
       Strategy other = strategy;
       other.optimizer.muon = muon;
       const Result<PlannerOutput> planned = MakePlan(trace, other, cluster);
@@ -391,11 +497,41 @@ TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
   }
 }
 
+// The budget is what the way itself reserves, and the search ends after so many plans.
+TEST(MuonOptimize, NoWayIsFasterInItsBudgetWhereverTheSearchEnds) {
+  Trace trace = MuonModel(3);
+  AddMuon(trace, {{4, 1}});
+  const Cluster cluster = BalancedOf(4);
+  const std::vector<std::vector<std::string>> by_block = {{"layers.0.*.*"}, {"layers.1.*.*"}};
+  const std::map<std::string, Muon> ways = {
+      {"torch.optim.Muon", {}},
+      {"DistMuon", {.compute = {{}}, .buckets = by_block, .dist_muon = true}},
+      {"owners", {.compute = {{}}}},
+  };
+  for (const auto& [name, muon] : ways) {
+    const Plan plan = MuonPlanOf(trace, WithMuon(muon), 4);
+    const Result<Bytes> reserved = ReservedWithoutBudget(plan, {});
+    ASSERT_TRUE(reserved.has_value());
+    for (const std::int64_t limit : {1, 20}) {
+      SCOPED_TRACE(fmt::format("{}, {} bytes, {} plans", name, reserved->value, limit));
+      const Result<OptimizeOutput> output =
+          Optimize(trace, WithMuon(), cluster,
+                   {.budget = *reserved, .plan_limit = limit, .time_limit_ns = {0}, .threads = 2});
+      ASSERT_TRUE(output.has_value()) << ToString(output.error());
+      EXPECT_LE(output->report.step_ns, MuonStepTime(plan));
+      EXPECT_LE(output->report.peak_reserved_bytes, *reserved);
+    }
+  }
+}
+
 // The bound has the way of every matrix there and back, which slow links make the longest. Without a traced
-// step on shards there is no other; else its collectives may take the place of some.
+// step on shards there is no other; else its collectives may take the place of some. The way there may be
+// under the backward where the loop allows it.
 TEST(MuonOptimize, BoundCountsTheLinks) {
-  for (const bool may_stay : {false, true}) {
-    SCOPED_TRACE(may_stay ? "owners or not" : "owners");
+  for (const auto& [may_stay, in_backward] :
+       std::vector<std::pair<bool, bool>>{{false, false}, {true, false}, {false, true}}) {
+    SCOPED_TRACE(fmt::format("{}{}", may_stay ? "owners or not" : "owners",
+                             in_backward ? ", exchanged in the backward" : ""));
     Trace trace = MuonModel(3);
     if (may_stay) {
       AddMuon(trace, {{4, 1}});
@@ -420,9 +556,11 @@ TEST(MuonOptimize, BoundCountsTheLinks) {
     ASSERT_GT(elements, 10'000);
     // Three quarters of a matrix leave a rank's share, in two bytes an element, there and back.
     const double on_links = 2.0 * static_cast<double>(elements) * 2 * 3 / 4 / 4 / kBytesPerSecond * 1e9;
-    const double added = static_cast<double>((bound(ByOwners()) - bound({})).value);
-    EXPECT_GT(added, on_links * (may_stay ? 0.3 : 0.9));
-    EXPECT_LT(added, on_links * 1.02);
+    Strategy owners = ByOwners();
+    owners.optimizer.muon->begin_in_backward = in_backward;
+    const double added = static_cast<double>((bound(owners) - bound({})).value);
+    EXPECT_GT(added, on_links * (may_stay ? 0.3 : in_backward ? 0.4 : 0.9));
+    EXPECT_LT(added, on_links * (in_backward ? 0.52 : 1.02));
   }
 }
 

@@ -393,6 +393,7 @@ void RepairOptimizer(Optimizer& optimizer) {
   if (optimizer.muon) {
     optimizer.in_backward = false;
     optimizer.muon->ns_steps = 1 + optimizer.muon->ns_steps % 10;
+    if (optimizer.muon->dist_muon) optimizer.muon->begin_in_backward = false;
     for (MatrixRule& rule : optimizer.muon->compute) {
       if (rule.compute != MatrixCompute::kOwned)
         rule = {.parameters = rule.parameters, .compute = rule.compute};

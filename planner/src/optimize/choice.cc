@@ -459,6 +459,7 @@ MuonMatrices MuonMatricesOf(const Trace& trace, const Job& job) {
     owned = owned && traced(1, 1, parameter);
     found.matrices.push_back({parameter.fqn, NewtonSchulzWork(rows, columns, muon->ns_steps)});
   }
+  found.may_begin_in_backward = muon->begin_in_backward;
   if (sharded) found.owners.push_back(MuonOwners::kNone);
   if (owned) found.owners.insert(found.owners.end(), {MuonOwners::kShards, MuonOwners::kDistMuon});
   if (owned && job.replicas > 1) found.owners.push_back(MuonOwners::kReplicas);
@@ -482,6 +483,7 @@ std::vector<std::vector<std::string>> BucketsOf(const MuonMatrices& muon, std::i
 void SetMuon(const Job& job, const Choice& choice, Strategy& strategy) {
   if (job.muon.owners.empty()) return;
   Muon& muon = *strategy.optimizer.muon;
+  muon.begin_in_backward = choice.exchanged_in_backward;
   if (choice.owners == MuonOwners::kNone) return;
   muon.compute = {{.over_replicas = choice.owners == MuonOwners::kReplicas}};
   muon.dist_muon = choice.owners == MuonOwners::kDistMuon;
@@ -491,8 +493,9 @@ void SetMuon(const Job& job, const Choice& choice, Strategy& strategy) {
 std::string MuonText(const Job& job, const Choice& given) {
   if (job.muon.owners.empty()) return "as given";
   const Choice choice = Effective(job, given);
-  const std::string in =
-      choice.exchanges == 1 ? "one exchange" : fmt::format("{} exchanges", choice.exchanges);
+  const std::string in = fmt::format(
+      "{}{}", choice.exchanges == 1 ? "one exchange" : fmt::format("{} exchanges", choice.exchanges),
+      choice.exchanged_in_backward ? " from the backward on" : "");
   switch (choice.owners) {
     case MuonOwners::kNone:
       return "torch.optim.Muon on shards";
@@ -660,6 +663,9 @@ Choice Effective(const Job& job, Choice choice) {
   if (std::ranges::find(owners, choice.owners) == owners.end())
     choice.owners = owners.empty() ? none.owners : owners.front();
   if (owners.empty() || choice.owners == none.owners) choice.exchanges = none.exchanges;
+  if (!job.muon.may_begin_in_backward || choice.owners == none.owners ||
+      choice.owners == MuonOwners::kDistMuon)
+    choice.exchanged_in_backward = none.exchanged_in_backward;
   choice.exchanges =
       std::clamp(choice.exchanges, 1, std::max(1, static_cast<std::int32_t>(job.muon.matrices.size())));
   choice.offloaded = job.keeps_activations ? 0 : std::clamp(choice.offloaded, 0, job.chain.blocks);
@@ -727,6 +733,7 @@ Choice WithDecision(Choice choice, const std::string& decision, const Choice& ot
   if (decision == "owners") {
     choice.owners = other.owners;
     choice.exchanges = other.exchanges;
+    choice.exchanged_in_backward = other.exchanged_in_backward;
   }
   if (decision == "prefetch") {
     choice.prefetch = other.prefetch;

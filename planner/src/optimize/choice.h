@@ -66,7 +66,8 @@ struct Choice {
   bool grad_op = false;  // SHARD_GRAD_OP
   Fsdp1BackwardPrefetch backward_prefetch = Fsdp1BackwardPrefetch::kPre;
   MuonOwners owners = MuonOwners::kNone;
-  std::int32_t exchanges = 1;  // of Muon's matrices, of about equal work
+  std::int32_t exchanges = 1;          // of Muon's matrices, of about equal work
+  bool exchanged_in_backward = false;  // they begin there
   // The job's strategy as it is; no other decision counts.
   bool as_given = false;
   auto operator<=>(const Choice&) const = default;
@@ -89,6 +90,7 @@ struct MuonMatrices {
   };
   std::vector<Matrix> matrices;    // in the model's order; empty: there is nothing to decide
   std::vector<MuonOwners> owners;  // that the trace has the steps for
+  bool may_begin_in_backward = false;
 };
 
 // The job that a choice is made for.

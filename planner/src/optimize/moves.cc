@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimize/moves.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <set>
+#include <string_view>
 
 #include "shardplan/planner/planner.h"
 
@@ -293,8 +296,12 @@ void AddMuonMoves(const Job& job, const Choice& from, std::vector<Choice>& moves
   if (job.muon.owners.empty() || from.owners == MuonOwners::kNone) return;
   for (const std::int32_t exchanges : {1, from.exchanges / 2, from.exchanges * 2, job.chain.blocks}) {
     if (exchanges < 1) continue;
-    moves.push_back(from);
-    moves.back().exchanges = exchanges;
+    for (const bool in_backward : {false, true}) {
+      if (in_backward && !job.muon.may_begin_in_backward) continue;
+      moves.push_back(from);
+      moves.back().exchanges = exchanges;
+      moves.back().exchanged_in_backward = in_backward;
+    }
   }
 }
 
@@ -373,13 +380,22 @@ std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& option
   const auto has_owners = [&](MuonOwners owners) {
     return std::ranges::find(job.muon.owners, owners) != job.muon.owners.end();
   };
+  struct Way {
+    MuonOwners owners;
+    std::string_view name;
+    std::int32_t exchanges = 1;
+  };
   const std::size_t without_owners = baselines.size();
-  for (std::size_t i = 0; has_owners(MuonOwners::kDistMuon) && i < without_owners; ++i) {
-    NamedChoice dist_muon = baselines[i];
-    dist_muon.name += ", DistMuon";
-    dist_muon.choice.owners = MuonOwners::kDistMuon;
-    dist_muon.choice.exchanges = std::max(job.chain.blocks, 1);
-    baselines.push_back(std::move(dist_muon));
+  for (const Way& way : {Way{MuonOwners::kDistMuon, "DistMuon", std::max(job.chain.blocks, 1)},
+                         Way{MuonOwners::kShards, "owners among the shards"},
+                         Way{MuonOwners::kReplicas, "owners among all replicas"}}) {
+    for (std::size_t i = 0; has_owners(way.owners) && i < without_owners; ++i) {
+      NamedChoice owned = baselines[i];
+      owned.name += fmt::format(", {}", way.name);
+      owned.choice.owners = way.owners;
+      owned.choice.exchanges = way.exchanges;
+      baselines.push_back(std::move(owned));
+    }
   }
   const std::size_t plain = baselines.size();
   if (!job.of_pytorch) baselines.push_back({"as given", {.as_given = true}});

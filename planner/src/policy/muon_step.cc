@@ -203,13 +203,24 @@ void MuonStep::StepSharded(const Matrix& matrix) {
   builder_.Emit(InstructionKind::kOptimizerStep, kCompute).parameter = matrix.parameter;
 }
 
-// Shards alone, or replicas x shards as one group.
-CommunicatorId MuonStep::CommunicatorOf(const Matrix& matrix, bool over_replicas) {
+// Shards alone, or replicas x shards as one group. `own`: one that only exchanges use.
+CommunicatorId MuonStep::CommunicatorOf(const Matrix& matrix, bool over_replicas, bool own) {
   const UnitChoice& choice = partition_.units[static_cast<std::size_t>(matrix.unit)];
   const CommunicatorId shard = choice.unit.shard_communicator, replicate = choice.unit.replicate_communicator;
-  if (!over_replicas || RanksOf(matrix).replicas == 1) return shard;
   std::vector<Communicator>& communicators = builder_.plan().communicators;
-  if (shard < 0) return replicate;
+  const auto add = [&](Communicator group) {
+    const auto known = std::ranges::find(communicators, group);
+    if (known != communicators.end()) return static_cast<CommunicatorId>(known - communicators.begin());
+    communicators.push_back(std::move(group));
+    return static_cast<CommunicatorId>(communicators.size()) - 1;
+  };
+  if (!over_replicas || RanksOf(matrix).replicas == 1 || shard < 0) {
+    const CommunicatorId group = over_replicas && shard < 0 ? replicate : shard;
+    if (!own) return group;
+    Communicator copy = communicators[static_cast<std::size_t>(group)];
+    copy.name += "_update";
+    return add(std::move(copy));
+  }
   const auto dims_of = [&](CommunicatorId id) {
     const Communicator& of = communicators[static_cast<std::size_t>(id)];
     return of.dims.empty() ? std::vector<CommunicatorDim>{{of.size, of.stride}} : of.dims;
@@ -220,10 +231,8 @@ CommunicatorId MuonStep::CommunicatorOf(const Matrix& matrix, bool over_replicas
   std::ranges::copy(dims_of(shard), std::back_inserter(both.dims));
   for (const CommunicatorDim& dim : both.dims) both.size *= dim.size;
   both.stride = both.dims.back().stride;
-  const auto known = std::ranges::find(communicators, both);
-  if (known != communicators.end()) return static_cast<CommunicatorId>(known - communicators.begin());
-  communicators.push_back(std::move(both));
-  return static_cast<CommunicatorId>(communicators.size()) - 1;
+  if (own) both.name += "_update";
+  return add(std::move(both));
 }
 
 ExchangeId MuonStep::AddExchange(Exchange exchange) {
@@ -239,17 +248,17 @@ ExchangeId MuonStep::AddExchange(Exchange exchange) {
 }
 
 // By bucket, communicator and dtype, each in the order of FQNs.
-std::vector<ExchangeId> MuonStep::ExchangesOf(const std::vector<Matrix>& matrices) {
+std::vector<Exchange> MuonStep::ExchangesOf(const std::vector<Matrix>& matrices) {
   const Muon& muon = MuonOf(strategy_);
   std::map<std::tuple<std::size_t, CommunicatorId, DType>, std::vector<Matrix>> grouped;
   for (const Matrix& matrix : matrices) {
     const UnitParameter& parameter = ParameterOf(matrix);
-    grouped[{BucketOf(muon, parameter), CommunicatorOf(matrix, RuleOf(muon, parameter)->over_replicas),
-             ExchangeDType(muon, parameter)}]
-        .push_back(matrix);
+    const CommunicatorId communicator =
+        CommunicatorOf(matrix, RuleOf(muon, parameter)->over_replicas, muon.begin_in_backward);
+    grouped[{BucketOf(muon, parameter), communicator, ExchangeDType(muon, parameter)}].push_back(matrix);
   }
   std::map<CommunicatorId, std::vector<std::int64_t>> earlier_work;
-  std::vector<ExchangeId> exchanges;
+  std::vector<Exchange> exchanges;
   for (auto& [group, of_group] : grouped) {
     std::ranges::stable_sort(of_group, {}, [&](const Matrix& matrix) { return ParameterOf(matrix).fqn; });
     const auto [bucket, communicator, dtype] = group;
@@ -289,17 +298,17 @@ std::vector<ExchangeId> MuonStep::ExchangesOf(const std::vector<Matrix>& matrice
             .first->second;
     const std::vector<std::int32_t> owners = AssignOwners(loads, earlier);
     for (std::size_t m = 0; m < owners.size(); ++m) exchange.matrices[m].owner = owners[m];
-    exchanges.push_back(AddExchange(std::move(exchange)));
+    exchanges.push_back(std::move(exchange));
   }
   return exchanges;
 }
 
-MuonStep::Passage MuonStep::CopyIn(ExchangeId id) {
+// `update`: the stream that the momentum is updated on.
+MuonStep::Passage MuonStep::CopyIn(ExchangeId id, StreamId update, const std::set<EventId>& reduced) {
   const Plan& plan = builder_.plan();
   const Exchange& exchange = plan.exchanges[static_cast<std::size_t>(id)];
   const ExchangeLayout layout(plan, exchange);
   const StreamId stream = builder_.Stream("update_exchange");
-  const StreamId update = MuonOf(strategy_).dist_muon ? stream : kCompute;
   const auto buffer = [&](BufferRole role, std::int64_t numel) {
     return builder_.AddBuffer({.name = fmt::format("{}.{}", exchange.name, Name(role)),
                                .role = role,
@@ -320,6 +329,7 @@ MuonStep::Passage MuonStep::CopyIn(ExchangeId id) {
   builder_.Allocate(passage.pieces, kCompute);
   builder_.Allocate(passage.whole, kCompute);
   if (update == stream) WaitFor(stream, kCompute, passage.copied);
+  for (const EventId event : reduced) builder_.Wait(event, update);
   Instruction& copy = builder_.Emit(InstructionKind::kUpdateCopyIn, update);
   copy.dst = passage.pieces;
   copy.exchange = id;
@@ -383,11 +393,20 @@ void MuonStep::Apply(const Passage& passage) {
 }
 
 void MuonStep::StepOwned(const std::vector<Matrix>& matrices) {
-  const std::vector<ExchangeId> exchanges = ExchangesOf(matrices);
+  std::vector<Passage> passages = std::exchange(begun_, {});
+  const std::size_t begun = passages.size();
+  std::vector<ExchangeId> exchanges;
+  for (Exchange& exchange : ExchangesOf(matrices)) exchanges.push_back(AddExchange(std::move(exchange)));
   builder_.SetUnit(-1);
-  std::vector<Passage> passages = {CopyIn(exchanges.front())};
-  for (std::size_t e = 0; e < exchanges.size(); ++e) {
-    if (e + 1 < exchanges.size()) passages.push_back(CopyIn(exchanges[e + 1]));
+  const StreamId update = MuonOf(strategy_).dist_muon ? builder_.Stream("update_exchange") : kCompute;
+  const std::size_t all = begun + exchanges.size();
+  const auto come = [&](std::size_t count) {
+    if (count <= all && passages.size() < count)
+      passages.push_back(CopyIn(exchanges[passages.size() - begun], update, {}));
+  };
+  come(1);
+  for (std::size_t e = 0; e < all; ++e) {
+    come(e + 2);
     Orthogonalize(passages[e]);
     SendBack(passages[e]);
     if (e > 0) Apply(passages[e - 1]);
@@ -395,16 +414,61 @@ void MuonStep::StepOwned(const std::vector<Matrix>& matrices) {
   Apply(passages.back());
 }
 
+// One rank has every matrix whole, and nobody to exchange it with.
+bool MuonStep::IsExchanged(const Matrix& matrix) const {
+  const MatrixRule* rule = RuleOf(MuonOf(strategy_), ParameterOf(matrix));
+  const auto [shards, replicas] = RanksOf(matrix);
+  return rule != nullptr && (shards > 1 || (rule->over_replicas && replicas > 1));
+}
+
 void MuonStep::Step(const std::vector<Matrix>& matrices) {
+  std::set<std::pair<UnitId, std::int32_t>> begun;
+  for (const Passage& passage : begun_) {
+    for (const ExchangedMatrix& matrix :
+         builder_.plan().exchanges[static_cast<std::size_t>(passage.exchange)].matrices)
+      begun.emplace(matrix.unit, matrix.parameter);
+  }
   std::vector<Matrix> owned;
   for (const Matrix& matrix : matrices) {
-    // One rank has every matrix whole, and nobody to exchange it with.
-    const MatrixRule* rule = RuleOf(MuonOf(strategy_), ParameterOf(matrix));
-    const auto [shards, replicas] = RanksOf(matrix);
-    const bool exchanged = rule != nullptr && (shards > 1 || (rule->over_replicas && replicas > 1));
-    exchanged ? owned.push_back(matrix) : StepSharded(matrix);
+    if (!IsExchanged(matrix)) {
+      StepSharded(matrix);
+    } else if (!begun.contains({matrix.unit, matrix.parameter})) {
+      owned.push_back(matrix);
+    }
   }
-  if (!owned.empty()) StepOwned(owned);
+  if (!owned.empty() || !begun_.empty()) StepOwned(owned);
+}
+
+std::vector<MuonStep::Matrix> MuonStep::AllExchanged() const {
+  std::vector<Matrix> matrices;
+  for (std::size_t u = 0; u < partition_.units.size(); ++u) {
+    const std::vector<UnitParameter>& parameters = partition_.units[u].unit.parameters;
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      const Matrix matrix{static_cast<UnitId>(u), static_cast<std::int32_t>(p)};
+      if (parameters[p].muon && IsExchanged(matrix)) matrices.push_back(matrix);
+    }
+  }
+  return matrices;
+}
+
+std::vector<MuonStep::ReadyExchange> MuonStep::Ready(const std::set<UnitId>& reduced) {
+  std::vector<ReadyExchange> ready;
+  for (Exchange& exchange : ExchangesOf(AllExchanged())) {
+    std::set<UnitId> units;
+    for (const ExchangedMatrix& matrix : exchange.matrices) units.insert(matrix.unit);
+    const bool began = std::ranges::any_of(begun_, [&](const Passage& passage) {
+      return builder_.plan().exchanges[static_cast<std::size_t>(passage.exchange)].matrices ==
+             exchange.matrices;
+    });
+    if (!began && std::ranges::includes(reduced, units))
+      ready.push_back({std::move(exchange), std::move(units)});
+  }
+  return ready;
+}
+
+void MuonStep::Begin(const Exchange& exchange, const std::set<EventId>& reduced) {
+  builder_.SetUnit(-1);
+  begun_.push_back(CopyIn(AddExchange(exchange), builder_.Stream("update_exchange"), reduced));
 }
 
 }  // namespace shardplan

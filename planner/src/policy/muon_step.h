@@ -3,6 +3,7 @@
 #pragma once
 
 #include <map>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -22,6 +23,11 @@ namespace shardplan {
 //   E   there 0 | there 1              | back 0 | there 2           | back 1 | ...
 //
 // The copies in and the sums are on C, or on E (Muon::dist_muon), as DistMuon has them.
+//
+// Exchanges that begin in the backward (Muon::begin_in_backward) are copied in and sent on E there, behind
+// the reductions of their gradients. They have a communicator of their own: collectives of one follow one
+// another, and gathers and reductions of the backward would wait. The step goes on with them, in the order in
+// which they began, and then with the others.
 class MuonStep {
  public:
   MuonStep(const Trace& trace, const Strategy& strategy, const Partition& partition, ProgramBuilder& builder);
@@ -34,6 +40,16 @@ class MuonStep {
     std::int32_t parameter = -1;  // index into Unit::parameters
   };
   void Step(const std::vector<Matrix>& matrices);
+
+  // Exchanges that begin in the backward. Ready: those whose units are all among these, and that have not
+  // begun in this step. Each has its units.
+  struct ReadyExchange {
+    Exchange exchange;
+    std::set<UnitId> units;
+  };
+  std::vector<ReadyExchange> Ready(const std::set<UnitId>& reduced);
+  // `reduced`: events behind which its gradients are there.
+  void Begin(const Exchange& exchange, const std::set<EventId>& reduced);
 
  private:
   // An exchange and the buffers and events of its passage.
@@ -56,11 +72,13 @@ class MuonStep {
   void StepSharded(const Matrix& matrix);
   SegmentId SegmentOf(const TracedOptimizerStep& step, const Matrix& matrix, bool whole);
 
-  CommunicatorId CommunicatorOf(const Matrix& matrix, bool over_replicas);
-  std::vector<ExchangeId> ExchangesOf(const std::vector<Matrix>& matrices);
+  CommunicatorId CommunicatorOf(const Matrix& matrix, bool over_replicas, bool own = false);
+  bool IsExchanged(const Matrix& matrix) const;
+  std::vector<Matrix> AllExchanged() const;
+  std::vector<Exchange> ExchangesOf(const std::vector<Matrix>& matrices);
   ExchangeId AddExchange(Exchange exchange);
   void StepOwned(const std::vector<Matrix>& matrices);
-  Passage CopyIn(ExchangeId exchange);
+  Passage CopyIn(ExchangeId exchange, StreamId update, const std::set<EventId>& reduced);
   void WaitFor(StreamId waiter, StreamId on, EventId event);
   void Orthogonalize(const Passage& passage);
   void SendBack(const Passage& passage);
@@ -72,6 +90,7 @@ class MuonStep {
   const Partition& partition_;
   ProgramBuilder& builder_;
   std::map<std::tuple<const TracedOptimizerStep*, CommunicatorId, CommunicatorId, bool>, SegmentId> segments_;
+  std::vector<Passage> begun_;  // in this step's backward
 };
 
 }  // namespace shardplan

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
 #include <utility>
 
 #include "shardplan/schemas/io.h"
@@ -125,6 +126,21 @@ std::vector<OptimizerMemory::Stepped> OptimizerMemory::InModelOrder(
   return shards;
 }
 
+void OptimizerMemory::Reduced(const SteppedUnit& unit, EventId reduced) {
+  reduced_[unit.unit] = {unit, reduced};
+  std::set<UnitId> all;
+  for (const auto& [id, gradients] : reduced_) all.insert(id);
+  builder_.SetReason("optimizer");
+  for (const MuonStep::ReadyExchange& ready : muon_.Ready(all)) {
+    std::set<EventId> events;
+    for (const UnitId of : ready.units) {
+      AllocateStates(of, ShardsOf(reduced_[of].unit), kCompute);
+      events.insert(reduced_[of].reduced);
+    }
+    muon_.Begin(ready.exchange, events);
+  }
+}
+
 // Muon's matrices come before the rest, as torch's documentation steps them.
 void OptimizerMemory::Step(const std::vector<SteppedUnit>& units) {
   builder_.SetReason("optimizer");
@@ -151,6 +167,7 @@ void OptimizerMemory::Step(const std::vector<SteppedUnit>& units) {
     if (stepped.shard.muon) matrices.push_back({stepped.unit, stepped.shard.parameter});
   }
   muon_.Step(matrices);
+  reduced_.clear();
   builder_.SetUnit(-1);
   // The rest has nothing to do where Muon steps all.
   if (!matrices.empty() && matrices.size() == ordered.size()) return;

@@ -2,6 +2,7 @@
 // The optimiser's memory and its step, as torch.optim allocates it.
 #pragma once
 
+#include <map>
 #include <vector>
 
 #include "policy/muon_step.h"
@@ -34,6 +35,9 @@ class OptimizerMemory {
   Status Check() const;
   // Emits the step: states of the parameters that have a gradient and none yet, temporaries, the step itself.
   void Step(const std::vector<SteppedUnit>& units);
+  // In a backward: the unit's gradients are final when `reduced` has come. Emits the beginning of the
+  // exchanges that wait for nothing else.
+  void Reduced(const SteppedUnit& unit, EventId reduced);
   // Emits a step in the backward of these parameters of `unit`, each by an optimiser of its own, on `stream`
   // (-1: on the host).
   void StepParameters(UnitId unit, StreamId stream, std::vector<std::int32_t> parameters);
@@ -60,6 +64,12 @@ class OptimizerMemory {
   ProgramBuilder& builder_;
   MuonStep muon_;
   State state_;
+  // Units whose gradients are final in this backward. Empty when a step ends.
+  struct FinalGradients {
+    SteppedUnit unit;
+    EventId reduced = -1;
+  };
+  std::map<UnitId, FinalGradients> reduced_;
 };
 
 }  // namespace shardplan

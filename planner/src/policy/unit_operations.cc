@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "policy/fsdp2/exchanges_in_backward.h"
 #include "policy/fsdp2/fully_shard.h"
 #include "policy/fsdp2/param_groups.h"
 #include "policy/optimizer_memory.h"
@@ -36,6 +37,7 @@ class UnitOperations::Impl {
       : input_(input),
         program_(program),
         optimizer_(input.trace, input.strategy, input.partition, program),
+        exchanges_(input_, optimizer_),
         rules_(RulesOf(input.strategy)),
         comm_ctx_(program) {}
 
@@ -60,6 +62,7 @@ class UnitOperations::Impl {
   }
 
   Status Begin(const HookPoint& point) {
+    exchanges_.Pass(point);
     const auto trigger = [&](TriggerKind kind, std::string_view reason) {
       program_.BeginTrigger(kind, point.unit, point.microbatch);
       at_ = point.unit;
@@ -263,6 +266,7 @@ class UnitOperations::Impl {
     reduced_.insert(&group);
     group.SetTrainingState(fsdp2::TrainingState::kPreBackward);
     if (Status reduced = group.PostBackward(reason); !reduced) program_.Refuse(reduced.error().message);
+    exchanges_.Reduced(group);
     Leave();
   }
 
@@ -276,6 +280,7 @@ class UnitOperations::Impl {
   ProgramBuilder& program_;
   FaultList faults_;  // of PyTorch's hooks: none of them is used
   OptimizerMemory optimizer_;
+  fsdp2::ExchangesInBackward exchanges_;
   const PyTorchRules rules_;
   fsdp2::FsdpCommContext comm_ctx_;
   std::vector<fsdp2::UnitScope> scopes_;

@@ -209,6 +209,10 @@ class StrategyCheck {
       return MakeInputError("/optimizer/in_backward", "Muon steps when the backward is over", "true",
                             "false");
     }
+    if (muon.begin_in_backward && muon.dist_muon) {
+      return MakeInputError("/optimizer/muon/begin_in_backward",
+                            "DistMuon exchanges when the optimizer steps", "true", "false");
+    }
     constexpr std::int32_t kTooManySteps = 100;  // torch.optim.Muon's own limit
     if (muon.ns_steps >= kTooManySteps) {
       return MakeInputError("/optimizer/muon/ns_steps", "torch.optim.Muon refuses so many iterations",

@@ -288,7 +288,10 @@ inline constexpr auto kFields<Muon> = FieldList(
         "last, together."),
     Optional(
         "dist_muon", &Muon::dist_muon,
-        "As torchtitan's DistMuon: exchanged in the parameters' dtype, updated on the exchange's stream."));
+        "As torchtitan's DistMuon: exchanged in the parameters' dtype, updated on the exchange's stream."),
+    Optional(
+        "begin_in_backward", &Muon::begin_in_backward,
+        "Exchanges begin behind the reduction of the last of their gradients; for loops that do not clip."));
 
 template <>
 inline constexpr Definition kDefinition<Optimizer> = {.says = "The optimizer."};

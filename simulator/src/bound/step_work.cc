@@ -446,9 +446,12 @@ class StepWorkBuilder {
     const std::int64_t least =
         std::max<std::int64_t>(1, std::ranges::min(matrices, {}, &Moving::bytes).bytes);
     const auto most = static_cast<std::int64_t>(std::min<Int128>(2 * bytes + 2, Int128{1} << 50));
-    // Exchanges follow one another on a stream, so their times add up. None is smaller than a matrix.
-    const std::int64_t per_byte = 2 * internal::SlopeBelow(*costs_, job_.cluster, CollectiveKind::kAllToAll,
-                                                           shards, job_.world_size, least, most);
+    // Exchanges follow one another on a stream, so their times add up. None is smaller than a matrix. The
+    // way there may be under the backward where they may begin there.
+    const int ways = job_.strategy.optimizer.muon->begin_in_backward ? 1 : 2;
+    const std::int64_t per_byte =
+        ways * internal::SlopeBelow(*costs_, job_.cluster, CollectiveKind::kAllToAll, shards, job_.world_size,
+                                    least, most);
     const auto on_links = [&](Int128 moved) {
       return static_cast<std::int64_t>(moved * per_byte / internal::kSlopeScale);
     };

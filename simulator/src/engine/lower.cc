@@ -13,6 +13,7 @@
 #include "cost/optimizer_cost.h"
 #include "engine/host_order.h"
 #include "engine/model_streams.h"
+#include "engine/owners.h"
 #include "engine/segment_parts.h"
 #include "shardplan/schemas/alive_buffers.h"
 #include "shardplan/schemas/exchanges.h"
@@ -239,15 +240,9 @@ class Lowering {
   void ChooseRank() {
     if (step_.owned.empty()) return;
     program_.groups = plan_.communicators;
-    std::map<std::int64_t, Nanoseconds> work_ns;
-    for (const auto& [instruction, work] : step_.owned) {
-      const Communicator& group = At(plan_.communicators, work.communicator);
-      const EngineSegment& segment = At(program_.segments, At(step_.code, instruction).operand);
-      if (segment.count == 0) continue;
-      work_ns[internal::RankAtPlace(group, 0, work.owner)] += At(program_.operators, segment.first).rest_ns;
-    }
-    const auto most = std::ranges::max_element(work_ns, {}, [](const auto& of) { return of.second; });
-    program_.rank = most == work_ns.end() ? 0 : static_cast<std::int32_t>(most->first);
+    const std::vector<internal::OwnedWork> by_rank = internal::OwnedByRank(program_, step_);
+    const auto most = std::ranges::max_element(by_rank, {}, &internal::OwnedWork::time_ns);
+    program_.rank = static_cast<std::int32_t>(most - by_rank.begin());
   }
 
   void Reserve(const PlanStep& step) {

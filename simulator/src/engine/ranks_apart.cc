@@ -242,24 +242,42 @@ bool internal::IsOthers(const EngineProgram& program, const EngineStep& step, st
   return PlaceInGroup(group, program.rank) != work->second.owner;
 }
 
-OwnedTimes TimesOfOwners(const EngineProgram& program, const EngineStep& step) {
-  OwnedTimes times;
-  std::map<std::pair<CommunicatorId, std::int32_t>, Nanoseconds> by_owner;
-  std::int64_t ranks = 0;
+// Groups of a communicator own alike, each matrices of its own: experts of expert parallelism, say, or those
+// of a replica. A rank has the work of its places in all of them.
+std::vector<internal::OwnedWork> internal::OwnedByRank(const EngineProgram& program, const EngineStep& step) {
+  std::map<CommunicatorId, std::map<std::int64_t, OwnedWork>> by_place;
   for (const auto& [instruction, work] : step.owned) {
     const EngineInstruction& code = step.code[static_cast<std::size_t>(instruction)];
     const EngineSegment& segment = program.segments[static_cast<std::size_t>(code.operand)];
-    Nanoseconds& of = by_owner[{work.communicator, work.owner}];
-    if (segment.count > 0) of += program.operators[static_cast<std::size_t>(segment.first)].rest_ns;
-    ranks = std::max(ranks, program.groups[static_cast<std::size_t>(work.communicator)].size);
-    ++times.matrices;
+    OwnedWork& of = by_place[work.communicator][work.owner];
+    ++of.matrices;
+    if (segment.count > 0) of.time_ns += program.operators[static_cast<std::size_t>(segment.first)].rest_ns;
   }
-  for (const auto& [owner, time_ns] : by_owner) {
-    times.most_ns = std::max(times.most_ns, time_ns);
-    times.in_all_ns += time_ns;
+  std::int64_t world_size = 1;
+  for (const Communicator& group : program.groups) world_size = std::max(world_size, RanksSpanned(group));
+  std::vector<OwnedWork> by_rank(static_cast<std::size_t>(world_size));
+  for (const auto& [id, places] : by_place) {
+    const Communicator& group = program.groups[static_cast<std::size_t>(id)];
+    for (std::int64_t rank = 0; rank < world_size; ++rank) {
+      const auto found = places.find(PlaceInGroup(group, rank));
+      if (found == places.end()) continue;
+      by_rank[static_cast<std::size_t>(rank)].matrices += found->second.matrices;
+      by_rank[static_cast<std::size_t>(rank)].time_ns += found->second.time_ns;
+    }
   }
-  times.ranks = ranks;
-  times.owners = static_cast<std::int64_t>(by_owner.size());
+  return by_rank;
+}
+
+OwnedTimes TimesOfOwners(const EngineProgram& program, const EngineStep& step) {
+  OwnedTimes times;
+  if (step.owned.empty()) return times;
+  for (const internal::OwnedWork& of : internal::OwnedByRank(program, step)) {
+    ++times.ranks;
+    times.owners += of.matrices > 0 ? 1 : 0;
+    times.matrices += of.matrices;
+    times.most_ns = std::max(times.most_ns, of.time_ns);
+    times.in_all_ns += of.time_ns;
+  }
   return times;
 }
 

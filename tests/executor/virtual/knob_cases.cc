@@ -408,6 +408,11 @@ void AddOwners(Cases& cases) {
   add("3_bf16", 3, owned, half);
   add("buckets", 2, {.compute = {{}}, .buckets = by_block}, same);
   add("dist_muon", 2, {.compute = {{}}, .buckets = by_block, .dist_muon = true}, same);
+  add("in_backward", 2, {.compute = {{}}, .buckets = by_block, .begin_in_backward = true}, same);
+  add("hsdp_in_backward", 4,
+      {.compute = {{.over_replicas = true}}, .buckets = by_block, .begin_in_backward = true}, of_replicas);
+  add("accumulate_in_backward", 2, {.compute = {{}}, .buckets = by_block, .begin_in_backward = true},
+      [](PlanCase& c) { c.strategy.program = {Accumulation(2, {}, {})}; });
   add("one_for_all", 2, {.compute = {{.owner = 1}}}, same);
   add("hsdp", 4, owned, of_replicas);
   add("hsdp_over_replicas", 4, over_replicas, of_replicas);

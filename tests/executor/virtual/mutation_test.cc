@@ -40,6 +40,7 @@ const std::vector<std::string> kCases = {"knob/fsdp2/ranks2",
                                          "knob/fsdp2/checkpoint_around_units",
                                          "knob/fsdp2/owners_3_bf16",
                                          "knob/fsdp2/owners_dist_muon",
+                                         "knob/fsdp2/owners_in_backward",
                                          "knob/fsdp2/owners_hsdp_buckets"};
 
 class PlanMutations : public ::testing::TestWithParam<PlanCase> {};

@@ -40,6 +40,31 @@ def test_explain_says_where_the_time_goes(shardplan, plans):
     assert "without the wait for all_gather layers.0 in the forward: -10.000 ms (forward_prefetch)" in result.stdout
 
 
+def test_explain_says_how_even_owners_are(shardplan, tmp_path):
+    """Three matrices of 64 x 64 on two ranks: one has two of them."""
+    (tmp_path / "model.py").write_text(
+        "import torch.nn as nn\n"
+        "def build():\n"
+        "    layers = (nn.Linear(64, 64, bias=False) for _ in range(3))\n"
+        "    return nn.Sequential(nn.Embedding(10, 64), nn.Sequential(*layers), nn.Linear(64, 10, bias=False))\n"
+    )
+    trace, plan = tmp_path / "trace.json", tmp_path / "plan.json"
+    for words in (
+        ("trace", "model:build", "--batch", 1, "--seq", 8, "--muon", 1, "-q", "-o", trace),
+        ("plan", trace, "--ranks", 2, "--unit", "1.*", "--optimizer", "muon", "--muon-matrices", "1.*.*",
+         "--muon-owners", "shards", "-q", "-o", plan),
+    ):  # fmt: skip
+        done = shardplan(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    said = shardplan("explain", plan).stdout
+    text = said.split("owners of matrices: ")[1]
+    assert text.startswith("3 orthogonalised on 2 of 2 ranks\n")
+    busiest, mean = map(float, re.search(r"Newton-Schulz  ([\d.]+) ms on the busiest, ([\d.]+) ms", text).groups())
+    assert busiest == pytest.approx(mean * 4 / 3, rel=0.01)
+    # In bfloat16 a matrix is a 128th of a mebibyte.
+    assert "whole matrices of an exchange  0.0156 MiB on the rank with the most, 0.0117 MiB on a mean one" in text
+
+
 def test_compare_adds_up(shardplan, plans, tmp_path):
     causes = tmp_path / "causes.json"
     result = shardplan("compare", plans["default"], plans["h100"], "--json", causes)

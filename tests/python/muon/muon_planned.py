@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings by plans of `shardplan plan --optimizer muon`, on a rank. A model follows the plan. Beside it are
-FSDP2 with the plan for its optimizer alone, and torch.optim.Muon of whole matrices with the same gradients."""
+FSDP2 with the plan for its optimizer alone, and torch.optim.Muon of whole matrices with the same gradients.
+`muon_planned.py CASE` runs one on ranks of its own."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -25,12 +28,19 @@ class Case:
     words: tuple[str, ...]
     replicas: int = 1
     shards: int = 2
+    batches: int = 1  # of a step
 
     @property
     def owned(self) -> bool:
         return "--muon-owners" in self.words
 
+    @property
+    def in_backward(self) -> int:
+        """Exchanges that begin there: one for each bucket, and one for the rest."""
+        return min(self.words.count("--muon-bucket") + 1, 3) if IN_BACKWARD in self.words else 0
 
+
+IN_BACKWARD = "--muon-in-backward"
 BUCKETS = tuple(word for number in range(3) for word in ("--muon-bucket", f"1.{number}.*.weight"))
 CASES = (
     Case("shards", ("--muon-owners", "shards")),
@@ -39,6 +49,10 @@ CASES = (
     Case("in_each_replica", ("--muon-owners", "shards"), replicas=2),
     Case("dist_muon", ("--muon-owners", "dist_muon", *BUCKETS), shards=4),
     Case("sharded", ()),
+    Case("in_backward", ("--muon-owners", "shards", *BUCKETS, IN_BACKWARD), shards=4),
+    Case("in_backward_of_two", ("--muon-owners", "shards", "--muon-bucket", "1.2.*.weight", IN_BACKWARD)),
+    Case("in_backward_over_replicas", ("--muon-owners", "replicas", *BUCKETS, IN_BACKWARD), replicas=2),
+    Case("in_backward_accumulated", ("--muon-owners", "shards", *BUCKETS, IN_BACKWARD, "--accumulate", "2"), batches=2),
 )
 
 
@@ -76,13 +90,9 @@ def run(command: list, folder: pathlib.Path) -> None:
 def compare(case: Case, plan: str) -> str:
     """On a rank; "": equal bit for bit."""
     import shardplan.torch as sp
-    from torch.distributed.fsdp import fully_shard
 
-    mesh = make_mesh(case.replicas, case.shards)
-    theirs = layers().to(DEVICE)
-    for block in theirs[1]:
-        fully_shard(block, mesh=mesh)
-    models = {"ours": sp.apply(layers().to(DEVICE), plan, mesh), "fsdp2": fully_shard(theirs, mesh=mesh)}
+    models = make_models(case, plan)
+    theirs = models["fsdp2"]
     ours = sp.Muon(models["ours"], lr=0.02)
     stepped = set(ours.param_groups[0]["params"])
     names = [fqn for fqn, parameter in models["ours"].named_parameters() if parameter in stepped]
@@ -98,13 +108,12 @@ def compare(case: Case, plan: str) -> str:
     alone = {fqn: nn.Parameter(whole(models["ours"].get_parameter(fqn)).clone()) for fqn in names}
     single = torch.optim.Muon(alone.values(), lr=0.02)
     for step in range(STEPS):
-        numbers = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        tokens = torch.randint(100, (4, 9), generator=numbers).to(DEVICE)
         losses = []
         for name, model in models.items():
-            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            losses.append(loss.detach())
+            exchanges = [backward(model, step, batch, losses) for batch in range(case.batches)]
+            expected = [0] * (case.batches - 1) + [case.in_backward if name == "ours" or case.owned else 0]
+            if exchanges != expected:
+                return f"{name}: exchanges that begin in the backwards: {exchanges}, expected {expected}"
             if name == "ours":
                 for fqn, parameter in alone.items():
                     parameter.grad = whole(model.get_parameter(fqn).grad).clone()
@@ -112,7 +121,7 @@ def compare(case: Case, plan: str) -> str:
                 optimizer.step()
                 optimizer.zero_grad()
         single.step()
-        if not torch.equal(*losses):
+        if not torch.equal(*torch.stack(losses).chunk(2)):
             return f"step {step}: losses {losses}"
     for fqn, parameter in models["ours"].named_parameters():
         if not torch.equal(whole(parameter), whole(theirs.get_parameter(fqn))):
@@ -122,5 +131,68 @@ def compare(case: Case, plan: str) -> str:
     return ""
 
 
+def make_models(case: Case, plan: str) -> dict[str, nn.Module]:
+    import shardplan.torch as sp
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = make_mesh(case.replicas, case.shards)
+    theirs = layers().to(DEVICE)
+    for block in theirs[1]:
+        fully_shard(block, mesh=mesh)
+    return {"ours": sp.apply(layers().to(DEVICE), plan, mesh), "fsdp2": fully_shard(theirs, mesh=mesh)}
+
+
+def backward(model: nn.Module, step: int, batch: int, losses: list[torch.Tensor]) -> int:
+    """Runs a micro-batch. Returns how many exchanges have begun in its backward."""
+    numbers = torch.Generator().manual_seed(100 * step + 10 * batch + dist.get_rank())
+    tokens = torch.randint(100, (4, 9), generator=numbers).to(DEVICE)
+    loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    losses.append(loss.detach())
+    sent = []
+    real = dist.all_to_all_single
+    dist.all_to_all_single = lambda *words: sent.append(words) or real(*words)
+    try:
+        loss.backward()
+    finally:
+        dist.all_to_all_single = real
+    return len(sent)
+
+
+def refused(case: Case, plan: str) -> dict[str, str]:
+    """Loops for which exchanges may not begin in the backward: errors."""
+    import shardplan.torch as sp
+
+    said = {}
+    for name, model in make_models(case, plan).items():
+        muon = sp.Muon(model, plan=plan if name == "fsdp2" else None, lr=0.02)
+        losses: list[torch.Tensor] = []
+        backward(model, 0, 0, losses)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        for what, call in (("clipped", muon.step), ("two backwards", lambda: backward(model, 0, 1, losses))):
+            if what == "two backwards":
+                backward(model, 0, 0, losses)
+            try:
+                call()
+            except RuntimeError as error:
+                said[f"{name}, {what}"] = str(error)
+    return said
+
+
 def compare_all(cases: list[Case], plans: dict[str, str]) -> dict[str, str]:
     return {case.name: compare(case, plans[case.name]) for case in cases}
+
+
+def main() -> None:
+    from adapter_workers import run_on_ranks
+
+    case = next(case for case in CASES if case.name == sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        plans = make_plans(pathlib.Path(folder), pathlib.Path(os.environ["SHARDPLAN_BUILD"]))
+        ranks = case.replicas * case.shards
+        outcomes = run_on_ranks(ranks, pathlib.Path(folder, "ranks"), compare_all, [case], plans)
+    wrong = [outcome for outcome in outcomes if outcome != ("returned", {case.name: ""})]
+    sys.exit(f"{case.name}: {wrong}" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

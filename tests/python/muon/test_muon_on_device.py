@@ -31,6 +31,12 @@ def test_a_plan_without_waits_is_seen():
     assert done.returncode == 1 and "seed 5, drawn" in done.stdout, done.stdout + done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("mode", ["inline", "lazy:7"])
+def test_exchanges_under_the_backward_wait_for_its_reductions(mode):
+    done = on_cuda(mode, "muon_planned.py", "in_backward_of_two")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
 def test_dist_muon_takes_the_same_routes_to_the_same_numbers():
     pytest.importorskip("torchtitan.distributed.flex_shard", reason="DistMuon came with torchtitan 0.3.0")
     done = on_cuda("inline", "dist_muon.py")

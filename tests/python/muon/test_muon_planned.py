@@ -21,6 +21,20 @@ def outcomes(tmp_path_factory):
         return result
 
 
+def test_a_loop_that_changes_gradients_is_refused(tmp_path):
+    case = next(case for case in muon_planned.CASES if case.name == "in_backward_of_two")
+    plans = muon_planned.make_plans(tmp_path, build_folder())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDPLAN_BUILD", str(build_folder()))
+        outcomes = run_on_ranks(2, tmp_path / "ranks", muon_planned.refused, case, plans[case.name])
+    changed, another = "its gradient was changed behind the backward", "another gradient has come"
+    for outcome in outcomes:
+        assert outcome is not None and outcome[0] == "returned", outcome
+        for name in ("ours", "fsdp2"):
+            assert f"parameter 1.2.0.weight: {changed}" in outcome[1][f"{name}, clipped"]
+            assert f"parameter 1.2.0.weight: {another}" in outcome[1][f"{name}, two backwards"]
+
+
 @pytest.mark.parametrize("case", muon_planned.CASES, ids=lambda case: case.name)
 def test_trains_by_the_plan(outcomes, case):
     for rank, outcome in enumerate(outcomes[case.replicas * case.shards]):

@@ -244,6 +244,83 @@ def test_an_attention_whose_batch_is_read_is_planned(planned):
     assert sorted(modules) == sorted(["", "tok_embeddings", *(f"layers.{i}" for i in range(6)), "norm", "lm_head"])
 
 
+def test_dist_muon_is_the_jobs(planned):
+    """The layouts and buckets of torchtitan's own configuration: the dense first layer alone, then pairs of layers."""
+    printed, plan, strategy, trace, _ = planned("--module", "kimi_k2_7", "--config", "kimi_k2_5_debugmodel")
+    assert "tokens/s of the job: " in printed
+    muon = strategy["optimizer"]["muon"]
+    assert strategy["optimizer"]["kind"] == "adamw" and muon["dist_muon"] is True
+    layers = [sorted({int(fqn.split(".")[1]) for fqn in bucket}) for bucket in muon["buckets"]]
+    assert layers == [[0], [1, 2], [3, 4], [5]]
+    assert sorted(fqn for bucket in muon["buckets"] for fqn in bucket) == sorted(muon["matrices"])
+    shapes = {entry["fqn"]: entry["shape"] for entry in trace["parameters"]}
+    assert all(len(shapes[fqn]) >= 2 and "norm" not in fqn and "lm_head" not in fqn for fqn in muon["matrices"])
+    of_heads = {
+        fqn: rule["block_rows"] for rule in muon["compute"] if "block_rows" in rule for fqn in rule["parameters"]
+    }
+    assert {fqn.split(".")[3] for fqn in of_heads} == {"wq", "wkv_b"}
+    assert [exchange["dtype"] for exchange in plan["exchanges"]] == ["float32"] * 4
+    counts: dict[str, int] = {}
+    for exchange in plan["exchanges"]:
+        for matrix in exchange["matrices"]:
+            unit = next(unit for unit in plan["units"] if unit["fqn"] == matrix["unit"])
+            fqn = unit["parameters"][matrix["parameter"]]["fqn"]
+            counts[fqn] = counts.get(fqn, 0) + 1
+    for fqn, count in counts.items():
+        stack = shapes[fqn][0] if len(shapes[fqn]) == 3 else shapes[fqn][0] // of_heads.get(fqn, shapes[fqn][0])
+        assert count == stack, fqn
+
+
+def test_dist_muon_beside_expert_parallelism(planned):
+    """Experts are on a mesh of their own. Their matrices have owners there, the dense ones among all ranks."""
+    words = ("--module", "kimi_k2_7", "--config", "kimi_k2_5_debugmodel", DEGREES["ep"], "2")
+    _, plan, _, _, _ = planned(*words)
+    sizes = {group["name"]: group["size"] for group in plan["communicators"]}
+    units = {unit["fqn"]: unit["parameters"] for unit in plan["units"]}
+    found = {
+        (sizes[exchange["communicator"]], "routed_experts" in units[matrix["unit"]][matrix["parameter"]]["fqn"])
+        for exchange in plan["exchanges"]
+        for matrix in exchange["matrices"]
+    }
+    assert found == {(8, False), (4, True)}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("del own['compute_sharding_by_fqn']['layers.0.attention.wo.weight']", "does not say where it is whole"),
+        ("own['bucket_configs'] = own['bucket_configs'][1:]", "layers.0.attention.wq.weight, which is in no bucket"),
+        (
+            "own['compute_sharding_by_fqn']['layers.0.attention.wo.weight'] = ComputeLayout({'dp_shard': Shard(1)})",
+            "no words for the compute layout of layers.0.attention.wo.weight (dp_shard Shard(dim=1))",
+        ),
+        ("groups[0].optimizer_kwargs['ns_steps'] = 4; groups.insert(0, ParamGroupConfig(pattern='wo', "
+         "optimizer_name='DistMuon', optimizer_kwargs={}))", "groups of DistMuon have different ns_steps: [5, 4]"),
+    ],
+)  # fmt: skip
+def test_what_a_strategy_cannot_say_of_dist_muon(change, said):
+    script = f"""
+from shardplan.titan import absent
+absent.stand_in()
+from torch.distributed.tensor import Shard
+from torchtitan.components.optimizer.optimizer import ParamGroupConfig
+from torchtitan.distributed.flex_shard import ComputeLayout
+from torchtitan.models.kimi_k2_7.config_registry import kimi_k2_5_debugmodel
+from shardplan.titan import muon
+from shardplan.tracer.errors import TracerError
+config = kimi_k2_5_debugmodel().optimizer
+groups, own = config.param_groups, config.optimizer_factory_kwargs_by_name["DistMuon"]
+fqns = list(own["compute_sharding_by_fqn"])
+{change}
+try:
+    muon.field(config, muon.stepped_by(groups, fqns)["DistMuon"])
+except TracerError as error:
+    print(error)
+"""
+    done = warm.run(["-c", script], cwd=ROOT, timeout=600, env={**os.environ})
+    assert said in done.stdout, done.stdout + done.stderr
+
+
 def test_a_package_that_torchtitans_parser_needs_is_named(tmp_path):
     without = "import sys\nsys.modules['typeguard'] = None\n"
     environment = {"SHARDPLAN_PROGRAMS": str(build_folder() / "bin"), **os.environ}

@@ -137,6 +137,10 @@ Status RunPlan(PlanArguments options) {
   if (!given) return std::unexpected(given.error());
   if (Status made = ApplyTraceFlags(options.flags, *trace, options.trace, given->strategy); !made)
     return made;
+  const std::optional<Muon>& muon = given->strategy.optimizer.muon;
+  if (muon && options.flags.muon_in_backward && muon->compute.empty())
+    return BadFlag("--muon-in-backward", "no owners, to whom matrices could go",
+                   "--muon-owners shards or replicas");
   options.cluster.traced_ranks = trace->world_size;
   Result<ChosenCluster> chosen = ChooseClusterOrDefault(options.cluster, given->strategy, options.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));

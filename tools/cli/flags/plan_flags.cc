@@ -175,11 +175,14 @@ constexpr std::string_view kNoOwners = "none", kOverShards = "shards", kOverRepl
                            kDistMuon = "dist_muon";
 
 Status ApplyMuon(const PlanFlags& flags, Strategy& strategy) {
-  if (flags.muon_matrices.empty() && !flags.muon_owners && flags.muon_bucket.empty()) return {};
+  if (flags.muon_matrices.empty() && !flags.muon_owners && flags.muon_bucket.empty() &&
+      !flags.muon_in_backward)
+    return {};
   if (!strategy.optimizer.muon) {
-    return BadFlag(flags.muon_owners             ? "--muon-owners"
-                   : flags.muon_matrices.empty() ? "--muon-bucket"
-                                                 : "--muon-matrices",
+    return BadFlag(flags.muon_owners              ? "--muon-owners"
+                   : !flags.muon_matrices.empty() ? "--muon-matrices"
+                   : !flags.muon_bucket.empty()   ? "--muon-bucket"
+                                                  : "--muon-in-backward",
                    "an optimizer without Muon", "--optimizer muon");
   }
   Muon& muon = *strategy.optimizer.muon;
@@ -194,6 +197,7 @@ Status ApplyMuon(const PlanFlags& flags, Strategy& strategy) {
     if (owners != kNoOwners) muon.compute = {{.parameters = {}, .over_replicas = owners == kOverReplicas}};
     muon.dist_muon = owners == kDistMuon;
   }
+  muon.begin_in_backward = muon.begin_in_backward || flags.muon_in_backward;
   if (!flags.muon_bucket.empty()) muon.buckets.clear();
   for (const std::string& bucket : flags.muon_bucket) {
     std::vector<std::string>& patterns = muon.buckets.emplace_back();
@@ -336,6 +340,10 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
   group.Option("--muon-bucket", flags.muon_bucket,
                "Matrices that are exchanged together, patterns joined by commas; once for each bucket "
                "(default: one of all)");
+  group.Flag(
+      "--muon-in-backward", flags.muon_in_backward,
+      "Matrices go to their owners in the backward, a bucket as soon as its gradients are reduced; for "
+      "loops that do not clip");
   group.Option("--alloc-conf", flags.alloc_conf, kAllocConfWords);
   group.Option("--accumulate", flags.accumulate, "Micro-batches a step")->check(CLI::Range(1, 100000));
   group.Flag("--no-sync", flags.accumulate_without_sync,

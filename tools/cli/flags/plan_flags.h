@@ -42,6 +42,7 @@ struct PlanFlags {
   std::vector<std::string> muon_matrices;
   std::optional<std::string> muon_owners;
   std::vector<std::string> muon_bucket;
+  bool muon_in_backward = false;
   std::optional<std::string> pytorch;
   std::optional<std::string> alloc_conf;
   std::optional<std::int64_t> accumulate;

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "shardplan/schemas/exchanges.h"
 #include "shardplan/schemas/printable.h"
 #include "shardplan/simulator/cost_model.h"
 #include "shardplan/simulator/critical_path.h"
@@ -71,15 +72,36 @@ std::string WhatIfText(const std::vector<WhatIf>& trials, Nanoseconds step) {
   return text;
 }
 
-std::string OwnersText(const EngineProgram& program) {
+// Bytes of whole matrices that a rank has of one exchange: of the rank with the most, and of a mean one.
+struct WholeBytes {
+  Bytes most, mean;
+};
+
+WholeBytes LargestWhole(const Plan& plan) {
+  WholeBytes found;
+  for (const Exchange& exchange : plan.exchanges) {
+    const ExchangeLayout layout(plan, exchange);
+    const std::int64_t each = SizeBytes(exchange.dtype);
+    const Bytes most{layout.WholeNumel(layout.LargestOwner()) * each};
+    if (most <= found.most) continue;
+    std::int64_t in_all = 0;
+    for (std::int64_t rank = 0; rank < layout.ranks(); ++rank) in_all += layout.WholeNumel(rank) * each;
+    found = {most, Bytes{in_all / layout.ranks()}};
+  }
+  return found;
+}
+
+std::string OwnersText(const Plan& plan, const EngineProgram& program) {
   const OwnedTimes times = TimesOfOwners(program, program.steps.back());
   if (times.matrices == 0) return {};
   const Nanoseconds mean{times.in_all_ns.value / std::max<std::int64_t>(times.ranks, 1)};
+  const WholeBytes whole = LargestWhole(plan);
   return fmt::format(
-      "\nowners of matrices: {} matrices on {} of {} ranks; Newton-Schulz {:.3f} ms on the busiest, {:.3f} "
-      "ms "
-      "if all had the same\n",
-      times.matrices, times.owners, times.ranks, InMilliseconds(times.most_ns), InMilliseconds(mean));
+      "\nowners of matrices: {} orthogonalised on {} of {} ranks\n"
+      "  Newton-Schulz  {:.3f} ms on the busiest, {:.3f} ms if all had the same\n"
+      "  whole matrices of an exchange  {:.3g} MiB on the rank with the most, {:.3g} MiB on a mean one\n",
+      times.matrices, times.owners, times.ranks, InMilliseconds(times.most_ns), InMilliseconds(mean),
+      InMebibytes(whole.most), InMebibytes(whole.mean));
 }
 
 }  // namespace
@@ -92,7 +114,7 @@ Result<std::string> TimeText(const Plan& plan) {
   if (!path) return std::unexpected(path.error());
   const Result<std::vector<WhatIf>> trials = WithoutEach(plan, *program);
   if (!trials) return std::unexpected(trials.error());
-  return CausesText(*path) + OwnersText(*program) + LongestText(plan, *path) +
+  return CausesText(*path) + OwnersText(plan, *program) + LongestText(plan, *path) +
          WhatIfText(*trials, path->step_ns);
 }
 

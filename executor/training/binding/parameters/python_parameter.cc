@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -155,7 +156,12 @@ bool PythonParameter::HasGradHooks() const {
 }
 
 void PythonParameter::RunGradHooks() const {
-  (*torch::autograd::impl::post_acc_grad_hooks(shard()))(shard());
+  try {
+    (*torch::autograd::impl::post_acc_grad_hooks(shard()))(shard());
+  } catch (python_error& error) {
+    error.persist();  // takes the error's words; without it what() has none
+    throw;
+  }
 }
 
 at::Tensor PythonParameter::LocalGradient() const {

@@ -129,6 +129,10 @@ class FsdpParamGroup {
   }
   UnshardedGrads& unsharded_grads() { return unsharded_grads_; }
   ShardedGrads& sharded_grads() { return sharded_grads_; }
+  const ShardedGrads& sharded_grads() const { return sharded_grads_; }
+  // Behind this event the sharded gradients of its last backward are there. -1: some still wait for an
+  // all-reduce, or the compute stream has waited for all.
+  EventId reduced() const { return state_.partial_reduce_output < 0 ? state_.post_reduce_event : -1; }
   Snapshot snapshot() const {
     return {state_, params_.state(), unsharded_grads_.state(), sharded_grads_.state()};
   }

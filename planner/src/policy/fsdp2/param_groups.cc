@@ -54,14 +54,19 @@ void Compute(const PolicyInput& input, const HookPoint& event, UnitId backward_u
   program.Compute(event, AddGrads(input, event.range, groups), reads);
 }
 
+SteppedUnit SteppedBy(const FsdpParamGroup& group) {
+  SteppedUnit stepped{.unit = group.scope().id(), .parameters = {}};
+  for (const auto& [parameter, grad] : group.sharded_grads().state().grads) {
+    stepped.parameters.push_back(parameter);
+  }
+  return stepped;
+}
+
 void StepOptimizer(const ParamGroups& groups, OptimizerMemory& optimizer) {
   std::vector<SteppedUnit> units;
-  for (std::size_t u = 0; u < groups.size(); ++u) {
-    if (groups[u] == nullptr || groups[u]->sharded_grads().state().grads.empty()) continue;
-    SteppedUnit& stepped = units.emplace_back(SteppedUnit{.unit = static_cast<UnitId>(u), .parameters = {}});
-    for (const auto& [parameter, grad] : groups[u]->sharded_grads().state().grads) {
-      stepped.parameters.push_back(parameter);
-    }
+  for (const FsdpParamGroup* group : groups) {
+    if (group == nullptr || group->sharded_grads().state().grads.empty()) continue;
+    units.push_back(SteppedBy(*group));
   }
   optimizer.Step(units);
 }

@@ -22,6 +22,8 @@ void SetUpGroups(const PolicyInput& input, const ParamGroups& groups, ProgramBui
 void Compute(const PolicyInput& input, const HookPoint& event, UnitId backward_unit,
              const ParamGroups& groups, ProgramBuilder& program);
 
+// The group's parameters that have a sharded gradient.
+SteppedUnit SteppedBy(const FsdpParamGroup& group);
 // The optimizer steps what has a sharded gradient.
 void StepOptimizer(const ParamGroups& groups, OptimizerMemory& optimizer);
 void ZeroGrad(const HookPoint& event, const ParamGroups& groups, ProgramBuilder& program);

@@ -17,6 +17,7 @@ Fsdp2Policy::Fsdp2Policy(const PolicyInput& input, ProgramBuilder& program)
     : input_(input),
       program_(program),
       optimizer_(input.trace, input.strategy, input.partition, program),
+      exchanges_(input_, optimizer_),
       model_(input.trace, input.index, input.partition),
       module_calls_(model_, program) {}
 
@@ -61,6 +62,7 @@ UnitId Fsdp2Policy::FirstCalled() const {
 }
 
 Status Fsdp2Policy::On(const HookPoint& event) {
+  exchanges_.Pass(event);
   switch (event.kind) {
     case HookPointKind::kSegment:
       Compute(input_, event, backward_unit_, groups_, program_);
@@ -79,7 +81,7 @@ Status Fsdp2Policy::On(const HookPoint& event) {
       backward_unit_ = event.unit;
       return model_[event.unit].PreBackward(event, final_callbacks_);
     case HookPointKind::kInputsGradDone:
-      return model_[event.unit].PostBackward(event);
+      return PostBackward(event);
     case HookPointKind::kBackwardEnd:
       return BackwardEnd(event);
     case HookPointKind::kOptimizerStep:
@@ -96,6 +98,12 @@ Status Fsdp2Policy::On(const HookPoint& event) {
       break;
   }
   return {};
+}
+
+Status Fsdp2Policy::PostBackward(const HookPoint& event) {
+  const Status done = model_[event.unit].PostBackward(event);
+  if (done && groups_[event.unit] != nullptr) exchanges_.Reduced(*groups_[event.unit]);
+  return done;
 }
 
 // The engine runs the callbacks that roots have queued, in that order.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "policy/fault_list.h"
+#include "policy/fsdp2/exchanges_in_backward.h"
 #include "policy/fsdp2/fsdp_module.h"
 #include "policy/fsdp2/module_states.h"
 #include "policy/fsdp2/param_groups.h"
@@ -43,6 +44,7 @@ class Fsdp2Policy : public Policy {
  private:
   Status CallSetters();
   UnitId FirstCalled() const;
+  Status PostBackward(const HookPoint& event);
   Status BackwardEnd(const HookPoint& event);
   void OptimizerStep(const HookPoint& event);
 
@@ -50,6 +52,7 @@ class Fsdp2Policy : public Policy {
   ProgramBuilder& program_;
   FaultList faults_;
   OptimizerMemory optimizer_;
+  ExchangesInBackward exchanges_;
   ModuleStates model_;
   ParamGroups groups_;
   FsdpModule module_calls_;

@@ -267,6 +267,10 @@ struct Muon {
   // are updated on the stream of the exchanges. Else they are in bfloat16, in which iterations begin and end,
   // and updates are on the compute stream.
   bool dist_muon = false;
+  // Matrices that have owners go there in the backward, as soon as the last of an exchange's gradients is
+  // reduced. Nothing may change gradients between the backward and the optimizer's step then, as clipping
+  // does.
+  bool begin_in_backward = false;
   bool operator==(const Muon&) const = default;
 };
 

@@ -249,13 +249,13 @@ struct RunOptions {
 Result<EngineResult> RunStep(const EngineProgram& program, std::int32_t step, EngineTimeline* timeline,
                              const RunOptions& options = {});
 
-// Newton-Schulz iterations by owner, alone on the device. The owners of several groups of ranks are counted
-// together.
+// Newton-Schulz iterations by rank, alone on the device. A matrix that several replicas compute counts for
+// each.
 struct OwnedTimes {
-  std::int64_t matrices = 0;
-  std::int64_t owners = 0;  // that have one
-  std::int64_t ranks = 0;   // of the largest group
-  Nanoseconds most_ns;
+  std::int64_t matrices = 0;  // that a rank orthogonalises
+  std::int64_t owners = 0;    // ranks that have one
+  std::int64_t ranks = 0;
+  Nanoseconds most_ns;  // of a rank
   Nanoseconds in_all_ns;
 };
 OwnedTimes TimesOfOwners(const EngineProgram& program, const EngineStep& step);

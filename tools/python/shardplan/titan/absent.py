@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that torchtitan imports and a plan has no use for: data loading and logging. An empty one takes the place
-of one that is not installed, and fails when something of it is used."""
+"""Packages that torchtitan imports and a plan has no use for: data loading, images and logging. An empty one takes
+the place of one that is not installed, and fails when something of it is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import sys
 import types
 
 # A package, and the module in whose place an empty one is.
-_PACKAGES = {"datasets": "datasets", "tensorboard": "torch.utils.tensorboard", "torchdata": "torchdata"}
+_PACKAGES = {
+    "av": "av", "datasets": "datasets", "einops": "einops", "PIL": "PIL", "tensorboard": "torch.utils.tensorboard",
+    "torchdata": "torchdata", "torchvision": "torchvision",
+}
 
 
 class _Module(types.ModuleType):
@@ -24,6 +27,7 @@ class _Module(types.ModuleType):
 
         made = type(name, (), {"__module__": self.__name__, "__init__": init,
                                "__class_getitem__": classmethod(lambda cls, _: cls)})
+        setattr(made, name, made)  # where it is a module with a class of its name: annotations have PIL's Image.Image
         setattr(self, name, made)
         return made
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from shardplan.titan import absent
+from shardplan.titan import absent, muon
 from shardplan.titan.configuration import configuration
 from shardplan.tracer.errors import TracerError
 from shardplan.tracer.fake_meshes import join_fake_group
+from shardplan.tracer.muon_options import MuonOptions
 
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam"}
 _IMPLEMENTATIONS = {"fused": "fused", "foreach": "foreach", "for-loop": "for_loop"}
@@ -139,19 +140,26 @@ class Job:
             )
         return wanted // of_all_ranks
 
-    def optimizer(self) -> dict[str, Any]:
-        """The strategy's field."""
+    def optimizer(self, fqns: list[str]) -> tuple[dict[str, Any], MuonOptions | None]:
+        """The strategy's field, and the steps of Muon that the trace has to have. fqns: of the model's parameters that
+        train."""
         config = self.config.optimizer
         groups = getattr(config, "param_groups", [])
         kinds = {group.optimizer_name for group in groups}
-        if len(kinds) != 1 or not kinds <= _OPTIMIZERS.keys():
+        others = kinds - {muon.NAME}
+        if len(others) > 1 or not kinds or not others <= _OPTIMIZERS.keys():
             raise TracerError(f"a strategy document has no optimizer {' and '.join(sorted(kinds)) or 'of this job'}")
         if config.implementation not in _IMPLEMENTATIONS:
             raise TracerError(f"a strategy document has no optimizer.implementation {config.implementation}")
-        fields = {"kind": _OPTIMIZERS[kinds.pop()], "implementation": _IMPLEMENTATIONS[config.implementation]}
+        fields: dict[str, Any] = {"kind": "none"}
+        for kind in others:
+            fields = {"kind": _OPTIMIZERS[kind], "implementation": _IMPLEMENTATIONS[config.implementation]}
         if any(group.optimizer_kwargs.get("amsgrad") for group in groups):
             fields["amsgrad"] = True
-        return fields
+        if muon.NAME not in kinds:
+            return fields, None
+        fields["muon"], options = muon.field(config, muon.stepped_by(groups, fqns)[muon.NAME])
+        return fields, options
 
     def compiles(self, component: str) -> bool:
         return self.config.compile.enable and component in self.config.compile.components

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardplan import files
 from shardplan.titan.job import Job
-from shardplan.tracer import document, session
+from shardplan.tracer import document, muon_steps, session
 from shardplan.tracer.progress import Progress
 from shardplan.tracer.routing import BALANCED
 
@@ -30,7 +30,10 @@ def write(words: list[str], ranks: int, options: argparse.Namespace, folder: Pat
     )
     with job.running():
         trace, strategy = session.trace_and_strategy(job.build, f"torchtitan {job.name}", settings, progress)
-    strategy["optimizer"] = job.optimizer()
+    trained = [entry["fqn"] for entry in trace["parameters"] if entry.get("requires_grad", True)]
+    strategy["optimizer"], of_muon = job.optimizer(trained)
+    if of_muon is not None:
+        muon_steps.add_optimizer_steps(trace, of_muon, progress)
     strategy["compile"] = job.compiles("model")
     strategy["alloc_conf"] = options.alloc_conf
     accumulated = job.micro_batches()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from .._model.fit import ModelParameter, parameters_of
 from .._plans.documents import load_plan
 from .._replay.applied import ATTRIBUTE
 from .pieces import Part
-from .program import Buffer, Exchange, Instruction, Program, bind
+from .program import Beginning, Buffer, Exchange, Instruction, bind
 from .streams import Streams, make_streams
 
 _ARGUMENTS = (
@@ -56,18 +56,19 @@ def _groups(plan, by_fqn: dict[str, ModelParameter]) -> list[dist.ProcessGroup]:
 
 
 class _Step:
-    """Runs a program's instructions once. groups: of each parameter, by id."""
+    """One run of a program, in the backward and when the optimizer steps."""
 
-    def __init__(self, program: Program, streams: Streams, groups: dict[int, dict], state: Any) -> None:
-        self.program, self.streams, self.groups, self.state = program, streams, groups, state
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
         self.tensors: dict[str, torch.Tensor] = {}
+        self.groups: dict[int, dict] = {}  # of each parameter, by id
+        self.state: Any = None
 
-    def run(self) -> None:
-        try:
-            for instruction in self.program.instructions:
-                getattr(self, instruction.kind)(instruction)
-        finally:
-            self.streams.finish()
+    def run(self, instructions: list[Instruction], optimizer: Optimizer) -> None:
+        self.groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        self.state = optimizer.state
+        for instruction in instructions:
+            getattr(self, instruction.kind)(instruction)
 
     def allocate(self, instruction: Instruction) -> None:
         buffer: Buffer = instruction.dst
@@ -169,6 +170,59 @@ class _Step:
             muon([parameter], [parameter.grad], [momentum], **group, has_complex=False)
 
 
+def _norms(parameters: list[nn.Parameter]) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm([p.grad._local_tensor for p in parameters]))
+
+
+class _Unchanged:
+    """Whether gradients are the same at two moments, by parameter; on CUDA known a step later, without a wait."""
+
+    def __init__(self, parameters: list[nn.Parameter], before: torch.Tensor) -> None:
+        self.parameters, now = parameters, _norms(parameters)
+        self._before = before  # is of another stream: its memory is to live until this is known
+        same = (now == before) | (now.isnan() & before.isnan())
+        self._host = torch.empty(same.shape, dtype=same.dtype, pin_memory=same.is_cuda).copy_(same, non_blocking=True)
+        self._there = torch.cuda.current_stream().record_event() if same.is_cuda else None
+
+    @property
+    def is_later(self) -> bool:
+        return self._there is not None
+
+    def changed(self) -> nn.Parameter | None:
+        if self._there is not None:
+            self._there.synchronize()
+        return next((p for p, same in zip(self.parameters, self._host.tolist()) if not same), None)
+
+
+class _InBackward:
+    """The exchanges of a step that have begun in its backward.
+
+    [Note: gradients are final] A parameter's gradient is the step's when it has been reduced as often as in the plan.
+    If the loop reduces less often, the exchange begins when the optimizer steps. If it changes the gradient later,
+    the step would not be of that gradient: an error. Norms show it: torch's foreach operations, with which it clips,
+    leave the versions of DTensors as they are (torch 2.15)."""
+
+    def __init__(self, beginnings: list[Beginning]) -> None:
+        self.beginnings = beginnings
+        self.counts: dict[int, int] = {}  # reductions of this step, by parameter's id
+        self.begun: list[Beginning] = []
+        self.norms: list[torch.Tensor] = []  # of the gradients of each that has begun
+
+    def reduced(self, parameter: nn.Parameter) -> list[Beginning]:
+        """Counts a reduction. Returns what begins now."""
+        self.counts[id(parameter)] = self.counts.get(id(parameter), 0) + 1
+        ready = [
+            beginning
+            for beginning in self.beginnings
+            if id(parameter) in beginning.reductions
+            and all(self.counts.get(id(p), 0) == beginning.reductions[id(p)] for p in beginning.parameters)
+        ]
+        for beginning in ready:
+            self.begun.append(beginning)
+            self.norms.append(_norms(beginning.parameters))
+        return ready
+
+
 class Muon(Optimizer):
     """torch.optim.Muon of the matrices that a plan exchanges (docs/reference/python.md).
 
@@ -222,6 +276,56 @@ class Muon(Optimizer):
         if left := [fqn for fqn, parameter in own.items() if id(parameter) not in stepped]:
             raise ValueError(f"shardplan: Muon steps parameter {left[0]} in the plan, and it is not in params")
         self._streams = self._make_streams()
+        self._hooks: list[Any] = []
+        self._due: list[_Unchanged] = []  # of the last step
+        self._register()
+        self._start_step()
+
+    def _register(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        begun = {id(p): p for beginning in self._program.in_backward for p in beginning.parameters if p.requires_grad}
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._reduced) for parameter in begun.values()]
+
+    def _start_step(self) -> None:
+        self._step = _Step(self._streams)
+        self._in_backward = _InBackward(self._program.in_backward)
+
+    @torch.no_grad()
+    def _reduced(self, parameter: nn.Parameter) -> None:
+        """A hook: this rank's part of the parameter's gradient is there. Collective where an exchange begins."""
+        if self._is_outdated():
+            return  # the next step follows the other plan, and begins its exchanges
+        if any(parameter is other for beginning in self._in_backward.begun for other in beginning.parameters):
+            raise RuntimeError(
+                f"shardplan: parameter {self._names[id(parameter)]}: another gradient has come, and its exchange has "
+                "begun with the one before. Call step() behind each "
+                f"{self._in_backward.counts[id(parameter)]} reductions, or plan without --muon-in-backward"
+            )
+        for beginning in self._in_backward.reduced(parameter):
+            self._prepare(beginning.parameters)
+            for instruction in beginning.instructions:
+                if instruction.kind == "update_copy_in":
+                    self._streams.follow(instruction.stream)
+            self._step.run(beginning.instructions, self)
+
+    def _check_unchanged(self) -> None:
+        begun = self._in_backward
+        for parameter in (p for beginning in begun.begun for p in beginning.parameters):
+            if parameter.grad is None:
+                self._refuse_changed(parameter)
+        checks = [_Unchanged(beginning.parameters, norms) for beginning, norms in zip(begun.begun, begun.norms)]
+        later = any(check.is_later for check in checks)
+        due, self._due = (self._due, checks) if later else ([*self._due, *checks], [])
+        for check in due:
+            if (changed := check.changed()) is not None:
+                self._refuse_changed(changed)
+
+    def _refuse_changed(self, parameter: nn.Parameter) -> NoReturn:
+        raise RuntimeError(
+            f"shardplan: parameter {self._names[id(parameter)]}: its gradient was changed behind the backward, and its "
+            "exchange has begun with the one before. Plan without --muon-in-backward for a loop that clips"
+        )
 
     def _make_streams(self) -> Streams:
         parameter = next(iter(self._program.parameters.values()))
@@ -249,40 +353,57 @@ class Muon(Optimizer):
             )
         super().load_state_dict(state_dict)
 
-    def _follow(self) -> None:
+    def _is_outdated(self) -> bool:
         """The model may follow another plan than at the last step."""
-        if self._applied is not None and self._applied.plan is not self._plan:
+        return self._applied is not None and self._applied.plan is not self._plan
+
+    def _follow(self) -> None:
+        if self._is_outdated():
+            if self._in_backward.begun:
+                raise PlanError("the model's plan has changed between a backward and the step, and exchanges had begun")
             self._plan = self._applied.plan
             self._program = bind(self._plan, self._by_fqn, self._applied.groups)
             if {id(p) for p in self._program.parameters.values()} != self._names.keys():
                 raise PlanError("the plan that the model follows now has other matrices for Muon than the one before")
             self._streams = self._make_streams()
+            self._register()
+            self._start_step()
 
-    def _prepare(self) -> None:
+    def _prepare(self, parameters: Iterable[nn.Parameter]) -> None:
         """Every gradient is one that can be stepped, and has its momentum, before anything is changed."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                name = self._names[id(parameter)]
-                if torch.is_complex(parameter) or gradient.is_sparse:
-                    raise RuntimeError(f"shardplan: parameter {name}: Muon takes neither complex nor sparse numbers")
-                if not isinstance(gradient, DTensor) or gradient.placements != parameter.placements:
-                    raise RuntimeError(f"shardplan: parameter {name}: its gradient is not sharded as the parameter is")
-                state = self.state[parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            name = self._names[id(parameter)]
+            if torch.is_complex(parameter) or gradient.is_sparse:
+                raise RuntimeError(f"shardplan: parameter {name}: Muon takes neither complex nor sparse numbers")
+            if not isinstance(gradient, DTensor) or gradient.placements != parameter.placements:
+                raise RuntimeError(f"shardplan: parameter {name}: its gradient is not sharded as the parameter is")
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None):
-        """Collective. The gradients are read here, clipped or not."""
+        """Collective. The gradients are read here, clipped or not; those whose exchange has begun are not to change.
+
+        RuntimeError: such a gradient has changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._follow()
-        self._prepare()
-        groups = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
-        _Step(self._program, self._streams, groups, self.state).run()
+        begun = self._in_backward
+        try:
+            self._check_unchanged()
+            self._prepare(parameter for group in self.param_groups for parameter in group["params"])
+            self._streams.arrive()
+            for beginning in self._program.in_backward:
+                if beginning not in begun.begun:
+                    self._step.run(beginning.instructions, self)
+            self._step.run(self._program.instructions, self)
+        finally:
+            self._streams.finish()
+            self._start_step()
         return loss

@@ -68,13 +68,25 @@ class Instruction:
     parameter: nn.Parameter | None = None  # optimizer_step: one that stays sharded
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Beginning:
+    """Instructions of the backward with which exchanges begin.
+
+    reductions: how often each of their parameters has had a gradient reduced in a step then, by id."""
+
+    instructions: list[Instruction]
+    parameters: list[nn.Parameter]
+    reductions: dict[int, int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """parameters: those that Muon steps, by FQN, in the order of the plan's units."""
 
     parameters: dict[str, nn.Parameter]
     stream_priorities: list[int]
-    instructions: list[Instruction]
+    in_backward: list[Beginning]  # in the plan's order
+    instructions: list[Instruction]  # of the optimizer's step
 
 
 def _find(table: list[Any], reference: str | int, key: str = "name") -> int:
@@ -184,31 +196,70 @@ class _Binding:
         dtype = torch_dtype(description.get("dtype", "bfloat16"))
         return Exchange(Layout(tuple(matrices), ranks, all_shards.pop()), group.rank(), group, dtype, parameters)
 
-    def instructions(self, exchanges: dict[str, Exchange]) -> list[Instruction]:
-        """Instructions of the optimizer's step that are Muon's: exchanges, their buffers, their order between streams,
-        and steps of matrices that stay sharded."""
+    def program(self, exchanges: dict[str, Exchange]) -> Program:
+        """Muon's instructions: exchanges, their buffers, their order between streams, and steps of matrices that stay
+        sharded."""
         document = self.document
         steady = document["steps"][document.get("steady_step", 0)]
-        triggers = [trigger for trigger in steady["triggers"] if trigger.get("kind") == "optimizer_step"]
-        written = next((own for trigger in triggers if (own := trigger["instructions"])), [])
+        triggers = [trigger for trigger in steady["triggers"] if trigger.get("instructions")]
         roles = {buffer["name"]: buffer["role"] for buffer in document["buffers"]}
+        unit_of_gradient = {b["name"]: b["unit"] for b in document["buffers"] if b["role"] == "grad_sharded"}
         buffers: dict[str, Buffer] = {}
-        for entry in written:
+        for entry in (entry for trigger in triggers for entry in trigger["instructions"]):
             if entry["kind"] in _OF_EXCHANGES:
                 for name in filter(None, (entry.get("src"), entry.get("dst"))):
                     buffers[name] = Buffer(name, roles[name], exchanges[entry["exchange"]])
-        recorded = {entry["event"] for entry in written if entry["kind"] == "record"}
 
-        def is_ours(entry: dict) -> bool:
-            if entry["kind"] in ("allocate", "free"):
-                return entry.get("dst", entry.get("src")) in buffers
-            if entry["kind"] in ("record", "wait", "host_wait"):
-                return entry["event"] in recorded  # the runtime has waited for what the backward records
-            if entry["kind"] == "optimizer_step":
-                return "parameter" in entry and self._planned(entry)[1]["fqn"] in self.parameters
-            return entry["kind"] in _OF_EXCHANGES
+        def made(written: list[dict], events: set[str]) -> list[Instruction]:
+            def is_ours(entry: dict) -> bool:
+                if entry["kind"] in ("allocate", "free"):
+                    return entry.get("dst", entry.get("src")) in buffers
+                if entry["kind"] in ("record", "wait", "host_wait"):
+                    return entry["event"] in events
+                if entry["kind"] == "optimizer_step":
+                    return "parameter" in entry and self._planned(entry)[1]["fqn"] in self.parameters
+                return entry["kind"] in _OF_EXCHANGES
 
-        return [self._instruction(entry, buffers, exchanges) for entry in written if is_ours(entry)]
+            return [self._instruction(entry, buffers, exchanges) for entry in written if is_ours(entry)]
+
+        beginnings: list[Beginning] = []
+        recorded: set[str] = set()  # the runtime has waited for the backward's other events
+        reductions: dict[str, int] = {}
+        in_step: list[dict] = []
+        for trigger in triggers:
+            written = trigger["instructions"]
+            if trigger.get("kind") == "optimizer_step":
+                in_step = in_step or written
+                continue
+            made_of = {unit_of_gradient.get(e.get("dst")) for e in written if e["kind"] not in ("allocate", "free")}
+            for unit in made_of - {None}:
+                reductions[unit] = reductions.get(unit, 0) + 1
+            ours = {entry.get("stream", 0) for entry in written if entry["kind"] in _OF_EXCHANGES}
+            if not ours:
+                continue
+            events = {e["event"] for e in written if e["kind"] in ("record", "wait") and e.get("stream", 0) in ours}
+            recorded |= {e["event"] for e in written if e["kind"] == "record"} & events
+            begun = {entry["exchange"] for entry in written if entry["kind"] in _OF_EXCHANGES}
+            counts = {
+                id(self.parameters[planned["fqn"]]): reductions.get(unit["fqn"], 1)
+                for name in begun
+                for unit, planned in self._members(name)
+            }
+            own = list({id(p): p for name in sorted(begun) for p in exchanges[name].parameters}.values())
+            beginnings.append(Beginning(made(written, events), own, counts))
+        recorded |= {entry["event"] for entry in in_step if entry["kind"] == "record"}
+        return Program(
+            self.parameters,
+            [stream.get("priority", 0) for stream in document["streams"]],
+            beginnings,
+            made(in_step, recorded),
+        )
+
+    def _members(self, exchange: str) -> list[tuple[dict, dict]]:
+        """Units and parameters of an exchange's matrices."""
+        exchanges = self.document["exchanges"]
+        return [self._planned(entry) for entry in exchanges[_find(exchanges, exchange)]["matrices"]]
+
 
     def _instruction(self, entry: dict, buffers: dict[str, Buffer], exchanges: dict[str, Exchange]) -> Instruction:
         streams, kind = self.document["streams"], entry["kind"]
@@ -237,11 +288,7 @@ def bind(plan, by_fqn: dict[str, ModelParameter], groups: Sequence[dist.ProcessG
     exchanges = {description["name"]: binding.exchange(description) for description in document.get("exchanges", ())}
     for fqn, matrices in binding.matrices.items():
         _check_rows(fqn, matrices)
-    program = Program(
-        binding.parameters,
-        [stream.get("priority", 0) for stream in document["streams"]],
-        binding.instructions(exchanges),
-    )
+    program = binding.program(exchanges)
     alone = {id(instruction.parameter) for instruction in program.instructions}
     for fqn, parameter in program.parameters.items():
         if fqn not in binding.matrices and id(parameter) not in alone:

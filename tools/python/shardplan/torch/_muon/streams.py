@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams of an optimizer step: CUDA's, or on the CPU the host with collectives in flight beside it."""
+"""The streams of an optimizer step: CUDA's, or on the CPU the host with collectives in flight beside it. Exchanges that
+begin in the backward come from hooks, whose current stream is that of the reductions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from .program import Buffer
 
 
 class Streams(Protocol):
-    """Streams are positions in the plan's list; the first one is the caller's."""
+    """Streams are positions in the plan's list; the first one computes."""
+
+    def arrive(self) -> None:
+        """The caller's stream is that of the plan which computes."""
+
+    def follow(self, stream: int) -> None:
+        """That stream waits for the one on which the caller is."""
 
     def on(self, stream: int) -> contextlib.AbstractContextManager:
         """Inside, what is issued is behind all of that stream."""
@@ -47,6 +54,10 @@ class HostStreams:
         for stream, flying in self._flying.items():
             self._flying[stream] = [entry for entry in flying if entry[0] not in works]
 
+    def arrive(self) -> None: ...
+
+    def follow(self, stream: int) -> None: ...
+
     def on(self, stream: int) -> contextlib.AbstractContextManager:
         self._await([work for work, _ in self._flying.get(stream, [])])
         return contextlib.nullcontext()
@@ -78,11 +89,18 @@ class CudaStreams:
     """A collective is work of its stream."""
 
     def __init__(self, device: torch.device, priorities: Sequence[int]) -> None:
+        self._compute = torch.cuda.current_stream()
         self._others = [torch.cuda.Stream(device, priority) for priority in priorities[1:]]
         self._events: dict[str, torch.cuda.Event] = {}
 
     def _stream(self, stream: int) -> torch.cuda.Stream:
-        return torch.cuda.current_stream() if stream == 0 else self._others[stream - 1]
+        return self._compute if stream == 0 else self._others[stream - 1]
+
+    def arrive(self) -> None:
+        self._compute = torch.cuda.current_stream()
+
+    def follow(self, stream: int) -> None:
+        self._stream(stream).wait_stream(torch.cuda.current_stream())
 
     def on(self, stream: int) -> contextlib.AbstractContextManager:
         return torch.cuda.stream(self._stream(stream))
