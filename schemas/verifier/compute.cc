@@ -30,10 +30,10 @@ StorageId LargestStorage(const Plan& plan) {
   return largest;
 }
 
-// By unit: do forwards say where they read it? Plans made of points (without operators) need not say it.
+// By unit: do forwards say where they read it? Plans made of points (without the model's operators) need not say it.
 std::vector<char> UnitsThatForwardsRead(const Plan& plan) {
   const auto has_operator = [](const Segment& segment) {
-    return std::ranges::any_of(segment.entries, [](const SegmentEntry& entry) {
+    return segment.phase != SegmentPhase::kOptimizer && std::ranges::any_of(segment.entries, [](const SegmentEntry& entry) {
       return std::holds_alternative<OperatorEvent>(entry);
     });
   };

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wall time of an optimizer step of Muon: sp.Muon by a plan's exchanges next to torch.optim.Muon, on the same FSDP2
-parameters of a GPT of about 100 million parameters. On CPU ranks (Gloo), or with SHARDPLAN_TEST_DEVICE=cuda on GPUs.
+parameters of a GPT of about 100 million parameters, and on CPU ranks next to both what the simulator predicts. On CPU
+ranks (Gloo), or with SHARDPLAN_TEST_DEVICE=cuda on GPUs.
 
-    .venv/bin/python tests/benchmarks/bench_muon_step.py [--ranks 4] [--steps 5] [--blocks-each 12]
+    .venv/bin/python tests/benchmarks/bench_muon_step.py [--ranks 4] [--steps 5] [--blocks-each 12] [--cluster FILE]
 
 Both step in the same processes, in turn, with the same gradients. Reported are medians over the steps of the slowest
 rank, seconds of CPU of all ranks, and their ratios (below 1: the plan is faster). Seconds of CPU say more on a machine
-that others use. Muon steps the matrices of the blocks, `--blocks-each` of them in an exchange: the rest is AdamW's.
+that others use. Muon steps the matrices of the blocks, `--blocks-each` of them in an exchange: the rest is frozen.
+
+Predicted is the optimizer's time of both plans on a cluster that the same ranks measure between the steps, one
+operation at a time (muon_rates.py). Nothing is fitted to a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import statistics
 import sys
@@ -21,44 +26,83 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [
-    str(HERE), str(ROOT / "tests" / "python" / "muon"), str(ROOT / "tests" / "python" / "adapter"),
-    str(ROOT / "tools" / "python"), str(ROOT / "examples" / "train_gpt"),
+    str(HERE), str(ROOT / "tests" / "python" / "adapter"), str(ROOT / "tools" / "python"),
+    str(ROOT / "examples" / "train_gpt"),
 ]
 
+import make_plan  # noqa: E402
+import muon_rates  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn as nn  # noqa: E402
 from adapter_workers import DEVICE, run_on_ranks  # noqa: E402
-from bench_adapter_gpt_step import big_gpt, finish, with_fsdp2  # noqa: E402
-from muon_plans import document, written  # noqa: E402
+from bench_adapter_gpt_step import BATCH, CONFIG, SEQUENCE, big_gpt, finish, with_fsdp2  # noqa: E402
+
+OWNERS = {"plan": "shards", "torch": "none"}  # of the plan that says what each optimizer does
+Seconds = tuple[float, float]  # wall, CPU
 
 
-def matrices(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """Matrices of each block, by FQN."""
-    return {
-        f"blocks.{number}": {
-            f"blocks.{number}.{name}": parameter for name, parameter in block.named_parameters() if parameter.ndim == 2
-        }
-        for number, block in enumerate(model.blocks)
-    }
+def muon_gpt() -> nn.Module:
+    """For `shardplan trace bench_muon_step:muon_gpt`: only Muon's matrices train."""
+    model = big_gpt()
+    for fqn, parameter in model.named_parameters():
+        parameter.requires_grad_(fqn.startswith("blocks.") and parameter.ndim == 2)
+    return model
 
 
-def measure(steps: int, blocks_each: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU seconds of each step."""
+def make_trace(folder: pathlib.Path, ranks: int) -> pathlib.Path:
+    trace = folder / "trace.json"
+    words = ("--batch", BATCH, "--seq", SEQUENCE, "--dtype", "float32", "--muon", ranks, "--muon-device", DEVICE)
+    make_plan.run("trace", "bench_muon_step:muon_gpt", *words, "-o", trace, cwd=HERE)
+    return trace
+
+
+def make_plans(
+    folder: pathlib.Path, trace: pathlib.Path, ranks: int, blocks_each: int, cluster: pathlib.Path
+) -> dict[str, pathlib.Path]:
+    """By optimizer."""
+    buckets = []
+    for first in range(0, CONFIG.layers, blocks_each):
+        blocks = range(first, min(first + blocks_each, CONFIG.layers))
+        buckets += ["--muon-bucket", ",".join(f"blocks.{n}{each}.weight" for n in blocks for each in (".*", ".*.*"))]
+    plans = {}
+    for name, owners in OWNERS.items():
+        plans[name] = folder / f"{cluster.stem}.{name}.json"
+        words = ("--optimizer", "muon", "--muon-owners", owners, *(buckets if owners != "none" else ()))
+        make_plan.run(
+            "plan", trace, "--ranks", ranks, "--cluster", cluster, "--unit", "blocks.*", *words, "-q", "-o", plans[name]
+        )
+    return plans
+
+
+def exchanged_bytes(model: nn.Module, ranks: int, blocks_each: int) -> int:
+    """A rank's part of an exchange, in bfloat16."""
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return numel * torch.bfloat16.itemsize * blocks_each // CONFIG.layers // ranks
+
+
+def measure(
+    trace: str, plan: str, steps: int, blocks_each: int
+) -> tuple[dict[str, list[Seconds]], dict[muon_rates.Row, list[float]]]:
+    """Each step, and samples of the operations between them."""
     import shardplan.torch as sp
 
     torch.manual_seed(7)
-    model = with_fsdp2(big_gpt().to(DEVICE))
-    units = matrices(model)
-    own = [parameter for of_unit in units.values() for parameter in of_unit.values()]
-    shapes = {unit: {fqn: tuple(p.shape) for fqn, p in of_unit.items()} for unit, of_unit in units.items()}
-    ranks = dist.get_world_size()
-    plan = written(document(shapes, ranks, units_each=blocks_each), ranks)
+    model = with_fsdp2(muon_gpt().to(DEVICE))
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizers = {"plan": sp.Muon(model, plan=plan, lr=1e-3), "torch": torch.optim.Muon(own, lr=1e-3)}
     for parameter in own:
         parameter.grad = torch.randn_like(parameter)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in optimizers}
+    times: dict[str, list[Seconds]] = {name: [] for name in optimizers}
+    rates = None
+    if DEVICE == "cpu":
+        ranks = dist.get_world_size()
+        rates = muon_rates.Rates(
+            json.loads(pathlib.Path(trace).read_text()), exchanged_bytes(model, ranks, blocks_each)
+        )
     for step in range(steps + 1):
+        if rates:
+            rates.round()
         for name in list(optimizers) if step % 2 else list(optimizers)[::-1]:
             finish()
             dist.barrier()
@@ -67,7 +111,22 @@ def measure(steps: int, blocks_each: int) -> dict[str, list[tuple[float, float]]
             finish()
             if step > 0:  # the first one makes the states
                 times[name].append((time.perf_counter() - start[0], time.process_time() - start[1]))
-    return times
+    return times, rates.samples() if rates else {}
+
+
+def predicted(
+    folder: pathlib.Path, trace: pathlib.Path, measured: dict, ranks: int, blocks_each: int, cluster: pathlib.Path
+) -> dict[str, float]:
+    """Seconds of the optimizer, by optimizer."""
+    rows = folder / "measured.json"
+    rows.write_text(json.dumps(measured))
+    make_plan.run("calibrate", "--from", rows, "-o", cluster)
+    seconds = {}
+    for name, plan in make_plans(folder, trace, ranks, blocks_each, cluster).items():
+        report = folder / f"{name}.report.json"
+        make_plan.run("simulate", plan, "--report", report)
+        seconds[name] = json.loads(report.read_text())["optimizer_ns"] / 1e9
+    return seconds
 
 
 def main() -> None:
@@ -75,26 +134,40 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--blocks-each", type=int, default=12)
+    parser.add_argument("--cluster", type=pathlib.Path, help="keep the measured cluster document")
     arguments = parser.parse_args()
-    settings = (arguments.steps, arguments.blocks_each)
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes = run_on_ranks(arguments.ranks, pathlib.Path(folder), measure, *settings, timeout_s=1200)
-    for rank, outcome in enumerate(outcomes):
-        if outcome is None or outcome[0] != "returned":
-            sys.exit(f"rank {rank}: {outcome}")
+    ranks, steps, blocks_each = arguments.ranks, arguments.steps, arguments.blocks_each
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        trace = make_trace(folder, ranks)
+        plans = make_plans(folder, trace, ranks, blocks_each, make_plan.cluster_of(folder, ranks))
+        settings = (str(trace), str(plans["plan"]), steps, blocks_each)
+        outcomes = run_on_ranks(ranks, folder / "ranks", measure, *settings, timeout_s=1800)
+        for rank, outcome in enumerate(outcomes):
+            if outcome is None or outcome[0] != "returned":
+                sys.exit(f"rank {rank}: {outcome}")
+        times = [outcome[1][0] for outcome in outcomes]
+        expected = {}
+        if DEVICE == "cpu":
+            measured = muon_rates.measurements([outcome[1][1] for outcome in outcomes])
+            cluster = arguments.cluster or folder / "measured_cluster.json"
+            expected = predicted(folder, trace, measured, ranks, blocks_each, cluster.resolve())
     seconds = {
         name: {
-            "wall": [max(outcome[1][name][step][0] for outcome in outcomes) for step in range(arguments.steps)],
-            "CPU": [sum(outcome[1][name][step][1] for outcome in outcomes) for step in range(arguments.steps)],
+            "wall": [max(of_rank[name][step][0] for of_rank in times) for step in range(steps)],
+            "CPU": [sum(of_rank[name][step][1] for of_rank in times) for step in range(steps)],
         }
-        for name in ("plan", "torch")
+        for name in OWNERS
     }
-    own = sum(p.numel() for of_unit in matrices(big_gpt()).values() for p in of_unit.values())
-    print(f"Muon's step of {own / 1e6:.0f} million parameters, {arguments.ranks} ranks, {DEVICE}: seconds")
+    own = sum(p.numel() for p in muon_gpt().parameters() if p.requires_grad)
+    print(f"Muon's step of {own / 1e6:.0f} million parameters, {ranks} ranks, {DEVICE}: seconds")
     for kind in ("wall", "CPU"):
-        ours, theirs = ([f(seconds[name][kind]) for f in (statistics.median, min)] for name in ("plan", "torch"))
+        ours, theirs = ([f(seconds[name][kind]) for f in (statistics.median, min)] for name in OWNERS)
         for what, one, other in zip(("median", "fastest"), ours, theirs):
             print(f"  {kind:4} {what:7} plan {one:7.2f}  torch {other:7.2f}  ratio {one / other:.3f}")
+    for name, second in expected.items():
+        median = statistics.median(seconds[name]["wall"])
+        print(f"  {name:5} predicted {second:7.2f}  measured {median:7.2f}  ratio {second / median:.3f}")
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ void BindPlan(py::module_& module) {
       .def_property_readonly("has_operators",
                              [](const Plan& plan) {
                                return std::ranges::any_of(plan.segments, [](const Segment& segment) {
-                                 return !segment.entries.empty();
+                                 return segment.phase != SegmentPhase::kOptimizer && !segment.entries.empty();
                                });
                              })
       .def_property_readonly("json", [](const Plan& plan) { return ToJson(plan); })

@@ -4,8 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -13,46 +11,6 @@
 
 namespace shardplan {
 namespace {
-
-constexpr std::array<std::string_view, 4> kHeads = {"lm_head", "output", "head", "unembed"};
-
-// A Linear that makes the logits: in no numbered block, where attention has its output.
-bool IsHead(const Module& module) {
-  std::string_view path = module.fqn;
-  const std::size_t dot = path.rfind('.');
-  const std::string_view name = dot == std::string_view::npos ? path : path.substr(dot + 1);
-  path = dot == std::string_view::npos ? std::string_view() : path.substr(0, dot);
-  bool numbered = false;
-  while (!path.empty()) {
-    const std::size_t end = std::min(path.find('.'), path.size());
-    numbered = numbered || path.substr(0, end).find_first_not_of("0123456789") == std::string_view::npos;
-    path.remove_prefix(std::min(end + 1, path.size()));
-  }
-  return !numbered && module.class_name.ends_with("Linear") &&
-         std::ranges::find(kHeads, name) != kHeads.end();
-}
-
-bool IsEmbeddingOrHead(const Module& module) {
-  const auto is = [&](ModulePart part) {
-    return std::ranges::find(module.parts, part) != module.parts.end();
-  };
-  return is(ModulePart::kInputEmbeddings) || is(ModulePart::kOutputEmbeddings) ||
-         module.class_name.ends_with("Embedding") || IsHead(module);
-}
-
-// By parameter: one of the modules that register it is an embedding or the head, or a convolution, whose
-// kernels are no batch of matrices. (GPT-2's Conv1D is a linear layer of two dimensions.)
-std::vector<char> EmbeddingsAndHeads(const Trace& trace) {
-  std::vector<char> found(trace.parameters.size(), 0);
-  for (const Module& module : trace.modules) {
-    const bool left_out = IsEmbeddingOrHead(module), convolution = module.class_name.starts_with("Conv");
-    for (const NamedParameter& named : module.parameters) {
-      if (left_out || (convolution && trace.parameters[named.parameter].shape.size() != 2))
-        found[named.parameter] = 1;
-    }
-  }
-  return found;
-}
 
 template <typename Visit>
 Status ForEachMatch(const Trace& trace, const std::vector<std::string>& patterns, const std::string& pointer,
@@ -148,17 +106,12 @@ Result<Strategy> WithMuonMatrices(const Trace& trace, Strategy strategy) {
       return std::unexpected(std::move(s.error()));
     return strategy;
   }
-  const std::vector<char> left_out = EmbeddingsAndHeads(trace);
-  for (std::size_t p = 0; p < trace.parameters.size(); ++p) {
-    const Parameter& parameter = trace.parameters[p];
-    if (left_out[p] != 0 || !parameter.requires_grad || !is_matrix(parameter)) continue;
-    const bool batch = parameter.shape.size() == 3;
-    if (parameter.fqn.ends_with("bias") || (batch && std::ranges::min(parameter.shape) < 2)) continue;
-    muon.matrices.push_back(parameter.fqn);
+  for (const Parameter& parameter : trace.parameters) {
+    if (parameter.muon && is_matrix(parameter)) muon.matrices.push_back(parameter.fqn);
   }
   if (muon.matrices.empty())
-    return MakeInputError("/optimizer/muon/matrices", "the model has no matrix for Muon", "none",
-                          "a trainable parameter of two dimensions that is no embedding and no head");
+    return MakeInputError("/optimizer/muon/matrices", "the trace has no matrix for Muon", "none",
+                          "parameters of two dimensions that `shardplan trace --muon` marks, or patterns");
   return strategy;
 }
 

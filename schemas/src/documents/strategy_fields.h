@@ -278,7 +278,7 @@ inline constexpr Definition kDefinition<Muon> = {
 template <>
 inline constexpr auto kFields<Muon> = FieldList(
     Optional("matrices", &Muon::matrices,
-             "FQNs or patterns. Left out: what has two or three dimensions, but embeddings and the head."),
+             "FQNs or patterns. Left out: those that the trace marks."),
     Optional("nesterov", &Muon::nesterov, "Nesterov momentum."),
     Optional("ns_steps", &Muon::ns_steps, "Newton-Schulz iterations.").AtLeast(1),
     Optional("compute", &Muon::compute, "Where matrices are whole; one that no rule matches is sharded."),

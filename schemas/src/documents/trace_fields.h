@@ -86,7 +86,8 @@ inline constexpr auto kFields<Parameter> = FieldList(
              "Its gradients stay as autograd makes them (Tensor.grad_dtype is None)."),
     Optional("shared_with", &Parameter::shared_with, "The other FQNs of a tied parameter."),
     Optional("placements", &Parameter::placements,
-             "Of a DTensor parameter, outermost mesh dimension first."));
+             "Of a DTensor parameter, outermost mesh dimension first."),
+    Optional("muon", &Parameter::muon, "Muon steps it, unless a strategy names others."));
 
 template <>
 inline constexpr Definition kDefinition<ModuleBuffer> = {"trace", "buffer", "A module buffer."};

@@ -331,8 +331,8 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
                fmt::format("{}; then any of {} (default: PyTorch's), {}", OptimizerWords(),
                            ImplementationWords(", "), ArgumentWords()));
   group.Option("--muon-matrices", flags.muon_matrices,
-               "With --optimizer muon: parameters that Muon steps, FQNs or patterns (default: matrices, but "
-               "embeddings and the head)");
+               "With --optimizer muon: parameters that Muon steps, FQNs or patterns (default: those that the trace "
+               "marks)");
   group.Option("--muon-owners", flags.muon_owners,
                fmt::format("The ranks that may have a matrix whole: {} (default: torch.optim.Muon on "
                            "DTensors), {}, {} (of HSDP) or {} (torchtitan's)",

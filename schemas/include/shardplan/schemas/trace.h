@@ -88,6 +88,7 @@ struct Parameter {
   bool any_grad_dtype = false;                 // Tensor.grad_dtype is None: as autograd makes the gradient
   std::vector<std::string> shared_with;        // the other FQNs of a tied parameter
   std::vector<ParameterPlacement> placements;  // of a DTensor, outermost mesh dimension first; else empty
+  bool muon = false;  // a matrix of a hidden layer, or one that `shardplan trace --muon-matrices` named
   bool operator==(const Parameter&) const = default;
 };
 

@@ -2,7 +2,7 @@
 """Which parameters of a traced model a matrix optimizer steps, and the matrices that they are: `matrices`.
 
 People group them so: the matrices of hidden layers are Muon's, embeddings, the output head, biases and vectors are
-AdamW's.
+AdamW's. A trace says it in its parameters, and planners read it there.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ def matrices(
     blocks: Iterable[tuple[str, int]] = (),
     note: Callable[[str], None] = lambda text: None,
 ) -> list[Matrix]:
-    """The different matrices, in the order of the trace's parameters. patterns: whose they are; none: those of hidden
-    layers. blocks: patterns of parameters, and the rows of the matrices that each of these consists of. Raises
-    UsageProblem."""
+    """The different matrices, in the order of the trace's parameters, which are marked `muon` in the trace. patterns:
+    whose they are; none: those of hidden layers. blocks: patterns of parameters, and the rows of the matrices that each
+    of these consists of. Raises UsageProblem."""
     parameters = _Parameters(trace)
     found: dict[Matrix, None] = {}
     distributed = []
     for entry in parameters.named(patterns) if patterns else parameters.of_hidden_layers():
+        entry["muon"] = True
         *stack, rows, columns = entry["shape"]
         if any(p["size"] > 1 and not (stack and p.get("dim", -1) <= 0) for p in entry.get("placements", ())):
             distributed.append(entry["fqn"])

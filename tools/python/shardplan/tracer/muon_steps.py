@@ -38,8 +38,14 @@ _ORTHOGONALIZE = "_zeropower_via_newtonschulz"  # torch's function between the o
 
 
 def add_optimizer_steps(trace: dict, options: MuonOptions, progress: Progress = Progress()) -> None:
-    """Adds `optimizer_steps` to a trace document: the step of each different matrix on one rank and on each number of
-    ranks. The process joins fake process groups. Raises TracerError."""
+    """Adds `optimizer_steps` to a trace document, which says how they were recorded. Raises TracerError."""
+    trace["optimizer_steps"] = optimizer_steps(trace, options, progress)
+    trace["recorded_with"] += f"; {options.named}"
+
+
+def optimizer_steps(trace: dict, options: MuonOptions, progress: Progress = Progress()) -> list[dict]:
+    """The step of each different matrix on one rank and on each number of ranks; the matrices are marked in the trace.
+    The process joins fake process groups, unless it is one rank alone. Raises TracerError."""
     found = matrices(trace, options.patterns, options.blocks, progress.note)
     if not found:
         progress.note("the model has no matrix of a hidden layer, so optimizer_steps is empty (--muon-matrices)")
@@ -59,8 +65,7 @@ def add_optimizer_steps(trace: dict, options: MuonOptions, progress: Progress = 
                 continue
             progress(f"Muon's step of {_shown(shape)} on {_on(ranks)}")
             steps.append(record_step(matrix, ranks, options, numbers))
-    trace["optimizer_steps"] = steps
-    trace["recorded_with"] += f"; {options.named}"
+    return steps
 
 
 def record_step(matrix: Matrix, ranks: Ranks, options: MuonOptions, numbers: _Numbers | None = None) -> dict:

@@ -30,6 +30,7 @@ from .._model.init import Initialize, reset_parameters
 from .._model.skeleton import Skeleton, backends_of
 from .._model.units import Arguments, Strategy, Units, forget_marks
 from .._plans.documents import plan_of
+from .._plans.muon_steps import is_muon
 from .._plans.plan_store import PlanStore, default_folder
 from .._plans.planning import make_plan
 from .._replay.applied import ATTRIBUTE
@@ -99,6 +100,8 @@ def auto(
     of the model's output, for the trace; None: the output's `loss`, else its sum.
     cluster: a document or the name of a shipped one, whose costs the search takes.
     optimizer: whose states the plan counts, as `shardplan plan --optimizer` has it; the loop's own is the user's.
+    "muon": matrices of hidden layers have owners among all ranks that have rows of them, and shardplan.torch.Muon(model)
+    steps them so; all other parameters have an optimizer of their own, AdamW.
     plans: the folder in which plans are kept; None: none are. Default: $SHARDPLAN_PLANS, else the user's cache folder.
     A restart begins with the plan of the same model, arguments, ranks and releases.
     quiet: the line of what planning cost is not printed.
@@ -122,7 +125,7 @@ def auto(
     where = ["--ranks", str(len(ranks))] + (
         ["--cluster", os.path.abspath(cluster) if os.path.exists(cluster) else os.fspath(cluster)] if cluster else []
     )
-    where += ["--optimizer", optimizer]
+    where += ["--optimizer", optimizer, *(["--muon-owners", "replicas"] if is_muon(optimizer) else [])]
     first = dist.get_rank() == ranks[0]
     store = PlanStore((default_folder() if plans is _FOLDER else plans) if first else None)
     facts = {"trace": trace, "strategy": document, "planned": [*where]}

@@ -20,6 +20,7 @@ from .._job.arguments import PlanError
 from .._job.first_rank import AgreedMoment, from_first_rank
 from .._model.forwards import described
 from .._plans.documents import plan_of
+from .._plans.muon_steps import with_muon_steps
 from .._plans.planning import asked_memory, make_plan
 from .._replay.applied import Applied
 from .auto_planned import AutoPlanned
@@ -87,6 +88,7 @@ class Search:
         began = time.monotonic()
         try:
             trace = self._applied().skeleton.trace(args, kwargs, self._loss)
+            trace = with_muon_steps(trace, self._strategy, self._where)  # patches torch, so not beside the training
         except PlanError as error:
             raise PlanError(f'policy="optimize" needs a trace of the model: {error}') from error
         planned.costs.trace_s = time.monotonic() - began

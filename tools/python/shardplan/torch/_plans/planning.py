@@ -19,6 +19,7 @@ from shardplan.files import scratch_folder, write_text
 
 from .._job.arguments import PlanError
 from .._job.native import native
+from .muon_steps import with_muon_steps
 
 _LOOK_S = 0.2
 
@@ -61,8 +62,10 @@ def make_plan(
 ) -> str:
     """The text of the plan that `shardplan KIND` (plan, optimize) makes. PlanError: its words where there is none.
 
-    cluster: a document; None: `arguments` say which.
+    cluster: a document; None: `arguments` say which. A trace without Muon's steps gets those of whole matrices where
+    they are needed.
     """
+    trace = with_muon_steps(trace, strategy, arguments)
     with scratch_folder() as here:
         write_text(here / "trace.json", json.dumps(trace))
         write_text(here / "strategy.json", json.dumps(strategy))

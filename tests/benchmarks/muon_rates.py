@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rates of the single operations that an optimizer step of Muon is made of, on CPU ranks that all measure at once, as
+they step: products of matrices, elementwise work, Gloo's collectives, the host. They are rows of `shardplan calibrate`,
+which makes a cluster document of them.
+
+Load of the machine changes within seconds. So the operations are measured in rounds, between the steps that they are to
+predict. A row is the median of all rounds and ranks, as the steps' are.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from shardplan.calibrate import host, ranks
+from shardplan.calibrate.timing import Machine
+
+SAMPLE_SECONDS = 0.4  # ranks that share a core take turns, and one that has slept comes first
+ELEMENTWISE_BYTES = [1 << power for power in range(14, 26, 2)]
+Row = tuple[tuple[str, object], ...]  # section and facts of a measurement, without the duration
+
+
+def traced_operations(trace: dict) -> list[list]:
+    return [
+        event
+        for step in trace["optimizer_steps"]
+        for part in ("update", "orthogonalize", "apply")
+        for event in step[part]
+        if event[0] == "op"
+    ]
+
+
+def products(trace: dict) -> list[tuple[str, int, int, int]]:
+    """Each different product (operator, rows, columns, inner dimension) in bfloat16."""
+    found = {}
+    for step in trace["optimizer_steps"]:
+        rows = min(step["shape"])  # every output has this many: torch transposes a tall matrix
+        for event in step["orthogonalize"]:
+            if event[0] == "op" and event[1] in ("aten.mm", "aten.addmm"):
+                outputs = event[6] // torch.bfloat16.itemsize
+                found[event[1], rows, outputs // rows, event[4] // (2 * outputs)] = None
+    return list(found)
+
+
+def collectives(trace: dict, exchanged_bytes: int) -> list[tuple[str, int]]:
+    """Each different collective and its bytes: those of the traced steps, and the exchange's."""
+    found = {("all_to_all", exchanged_bytes // part): None for part in (1, 4)}
+    for event in traced_operations(trace):
+        if len(event) > 11:
+            found[event[11]["kind"], event[11]["size_bytes"]] = None
+    return sorted(found)
+
+
+def _product(operator: str, m: int, n: int, k: int) -> Callable[[], object]:
+    a, b, c = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((m, k), (k, n), (m, n)))
+    return (lambda: torch.mm(a, b)) if operator == "aten.mm" else lambda: torch.addmm(c, a, b, beta=2.0, alpha=0.5)
+
+
+def _collective(kind: str, size_bytes: int) -> Callable[[], object]:
+    whole = torch.zeros(max(1, size_bytes // torch.bfloat16.itemsize), dtype=torch.bfloat16)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(whole)
+    part = whole[: max(1, whole.numel() // dist.get_world_size())].clone()
+    if kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part)
+    if kind == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole)
+    assert kind == "all_to_all", kind
+    received = torch.zeros_like(whole)
+    return lambda: dist.all_to_all_single(received, whole)
+
+
+class Rates:
+    """Of the ranks of the default group."""
+
+    def __init__(self, trace: dict, exchanged_bytes: int) -> None:
+        self._machine = Machine(torch.device("cpu"), float("inf"), samples=1)
+        self._calls: dict[Row, Callable[[], object]] = {}
+        self._repeats: dict[Row, int] = {}
+        self._samples: dict[Row, list[float]] = {}
+        for operator, m, n, k in products(trace):
+            self._add(_product(operator, m, n, k), "matmul", dtype="bf16", batch=1, m=m, n=n, k=k, of=operator)
+        for size in ELEMENTWISE_BYTES:
+            x, y = (torch.randn(size // 4) for _ in range(2))
+            self._add(x.clone, "memory", operator="copy", bytes_read=size, bytes_written=size)
+            self._add(lambda x=x, y=y: x.add_(y), "memory", operator="add", bytes_read=2 * size, bytes_written=size)
+        for kind, size in collectives(trace, exchanged_bytes):
+            self._add(
+                _collective(kind, size), "collectives", collective=kind.replace("_", "-"), concurrent_groups=1,
+                ranks_per_group=dist.get_world_size(), full_tensor_bytes=size,
+            )
+
+    def _add(self, call: Callable[[], object], section: str, **facts) -> None:
+        self._calls[("section", section), *facts.items()] = call
+
+    def round(self) -> None:
+        """Collective."""
+        for row, call in self._calls.items():
+            dist.barrier()
+            if row not in self._repeats:
+                call()
+                self._repeats[row] = self._agreed(self._seconds(call, 1))
+                dist.barrier()
+            self._took(row, self._seconds(call, self._repeats[row]) * 1e9)
+        for section, measure in (("host", host.costs), ("issue", ranks.issue_costs)):
+            dist.barrier()
+            for measured in measure(self._machine, True):
+                self._took((("section", section), ("what", measured["what"])), measured["duration_ns"])
+
+    def _took(self, row: Row, duration_ns: float) -> None:
+        self._samples.setdefault(row, []).append(duration_ns)
+
+    @staticmethod
+    def _seconds(call: Callable[[], object], repeats: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - begin) / repeats
+
+    @staticmethod
+    def _agreed(seconds: float) -> int:
+        """Repeats of a call, the same on all ranks."""
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return max(1, min(1000, round(SAMPLE_SECONDS / slowest.item())))
+
+    def samples(self) -> dict[Row, list[float]]:
+        return self._samples
+
+
+def measurements(of_ranks: list[dict[Row, list[float]]]) -> dict:
+    """The document that `shardplan calibrate --from` takes."""
+    document = {
+        "schema": "shardplan.measured/1",
+        "device": {
+            "kind": "cpu", "name": "CPU ranks", "torch": torch.__version__,
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        },
+        "ranks": len(of_ranks), "ranks_per_node": len(of_ranks),
+    }
+    for section, facts, durations in _rows(of_ranks):
+        entry = facts | {
+            "duration_ns": max(1, round(statistics.median(durations))), "least_ns": max(1, round(min(durations))),
+            "most_ns": max(1, round(max(durations))),
+        }
+        document.setdefault(section, []).append(entry)
+    return document | {"failed": [], "whole": True}
+
+
+def _rows(of_ranks: list[dict[Row, list[float]]]) -> Iterator[tuple[str, dict, list[float]]]:
+    for row in of_ranks[0]:
+        (_, section), *facts = row
+        yield str(section), dict(facts), [duration for rank in of_ranks for duration in rank[row]]
