@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <set>
+#include <string_view>
 
 #include "shardplan/planner/planner.h"
 
@@ -369,18 +370,22 @@ std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& option
       baselines.push_back({"fsdp2 as torchtitan wraps", Titan(job)});
     }
   }
-  // torchtitan's recipes of DistMuon have a bucket for each block.
-  const auto has_owners = [&](MuonOwners owners) {
-    return std::ranges::find(job.muon.owners, owners) != job.muon.owners.end();
-  };
   const std::size_t without_owners = baselines.size();
-  for (std::size_t i = 0; has_owners(MuonOwners::kDistMuon) && i < without_owners; ++i) {
-    NamedChoice dist_muon = baselines[i];
-    dist_muon.name += ", DistMuon";
-    dist_muon.choice.owners = MuonOwners::kDistMuon;
-    dist_muon.choice.exchanges = std::max(job.chain.blocks, 1);
-    baselines.push_back(std::move(dist_muon));
-  }
+  const auto add_muon = [&](MuonOwners owners, std::int32_t exchanges, std::string_view name) {
+    if (std::ranges::find(job.muon.owners, owners) == job.muon.owners.end()) return;
+    for (std::size_t i = 0; i < without_owners; ++i) {
+      NamedChoice with_muon = baselines[i];
+      with_muon.name += name;
+      with_muon.choice.owners = owners;
+      with_muon.choice.exchanges = exchanges;
+      baselines.push_back(std::move(with_muon));
+    }
+  };
+  // torchtitan's recipes of DistMuon have a bucket for each block.
+  const std::int32_t by_block = std::max(job.chain.blocks, 1);
+  add_muon(MuonOwners::kDistMuon, by_block, ", DistMuon");
+  add_muon(MuonOwners::kAll, 1, ", every matrix on every rank");
+  if (by_block > 1) add_muon(MuonOwners::kAll, by_block, ", every matrix on every rank, block by block");
   const std::size_t plain = baselines.size();
   if (!job.of_pytorch) baselines.push_back({"as given", {.as_given = true}});
   if (!options.may_checkpoint || job.keeps_checkpoint) return baselines;

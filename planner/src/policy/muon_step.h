@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Muon's step: as torch.optim.Muon runs it on DTensors, one matrix after the other, or by owners.
+// Muon's step: as torch.optim.Muon runs it on DTensors, one matrix after the other, or by exchanges.
 #pragma once
 
 #include <map>
@@ -21,7 +21,8 @@ namespace shardplan {
 //   C   copy in 0, 1 | orthogonalize 0 | copy in 2 | orthogonalize 1 | apply 0 | ...
 //   E   there 0 | there 1              | back 0 | there 2           | back 1 | ...
 //
-// The copies in and the sums are on C, or on E (Muon::dist_muon), as DistMuon has them.
+// The copies in and the sums are on C, or on E (Muon::dist_muon), as DistMuon has them. An exchange without
+// owners has nothing to send back, and is applied right behind its iterations.
 class MuonStep {
  public:
   MuonStep(const Trace& trace, const Strategy& strategy, const Partition& partition, ProgramBuilder& builder);
@@ -39,6 +40,7 @@ class MuonStep {
   // An exchange and the buffers and events of its passage.
   struct Passage {
     ExchangeId exchange = -1;
+    bool owned = true;
     BufferId pieces = -1, whole = -1;
     EventId copied = -1, there = -1, done = -1, back = -1;
   };
@@ -59,7 +61,7 @@ class MuonStep {
   CommunicatorId CommunicatorOf(const Matrix& matrix, bool over_replicas);
   std::vector<ExchangeId> ExchangesOf(const std::vector<Matrix>& matrices);
   ExchangeId AddExchange(Exchange exchange);
-  void StepOwned(const std::vector<Matrix>& matrices);
+  void StepWhole(const std::vector<Matrix>& matrices);
   Passage CopyIn(ExchangeId exchange);
   void WaitFor(StreamId waiter, StreamId on, EventId event);
   void Orthogonalize(const Passage& passage);
