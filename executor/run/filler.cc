@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "costs.h"
+#include "shardplan/schemas/exchanges.h"
 #include "shardplan/schemas/layout.h"
 
 namespace shardplan::run {
@@ -95,9 +96,10 @@ std::int64_t PartOf(const Plan& plan, const Buffer& buffer, std::int32_t paramet
 
 }  // namespace
 
-FillerModel::FillerModel(const Plan& plan, executor::TorchDevice& device, const RunOptions& options,
-                         PeakMeter& peak, std::unique_ptr<Spinner> spinner)
+FillerModel::FillerModel(const Plan& plan, std::int64_t rank, executor::TorchDevice& device,
+                         const RunOptions& options, PeakMeter& peak, std::unique_ptr<Spinner> spinner)
     : plan_(plan),
+      rank_(rank),
       device_(device),
       options_(options),
       peak_(peak),
@@ -266,14 +268,19 @@ std::vector<at::Tensor> FillerModel::ShardsOf(const Exchange& exchange, BufferRo
   return shards;
 }
 
-// It moves the optimizer's bytes, and takes the time of the matrices that the rank owns.
+// It moves the optimizer's bytes, and takes the time of the matrices that the rank has whole.
 Status FillerModel::Update(const Instruction& instruction) {
   const Exchange& exchange = plan_.exchanges[instruction.exchange];
   if (instruction.kind == InstructionKind::kOrthogonalize) {
     return Compute({.segment = instruction.segment, .stream = instruction.stream});
   }
   const bool applies = instruction.kind == InstructionKind::kUpdateApply;
-  const at::Tensor pieces = device_.Part(applies ? instruction.src : instruction.dst, 0);
+  at::Tensor pieces = device_.Part(applies ? instruction.src : instruction.dst, 0);
+  if (applies && !HasOwners(exchange)) {  // the rank's own rows of all
+    const Communicator& group = plan_.communicators[exchange.communicator];
+    const std::int64_t own = pieces.numel() / group.size;
+    pieces = pieces.narrow(0, executor::RankInGroup(group, rank_) * own, own);
+  }
   std::int64_t first = 0;
   for (at::Tensor& shard :
        ShardsOf(exchange, applies ? BufferRole::kParamSharded : BufferRole::kGradSharded)) {

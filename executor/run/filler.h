@@ -27,8 +27,8 @@ std::unique_ptr<Spinner> MakeMatmulSpinner(c10::Device device);
 
 class FillerModel final : public executor::Model {
  public:
-  FillerModel(const Plan& plan, executor::TorchDevice& device, const RunOptions& options, PeakMeter& peak,
-              std::unique_ptr<Spinner> spinner);
+  FillerModel(const Plan& plan, std::int64_t rank, executor::TorchDevice& device, const RunOptions& options,
+              PeakMeter& peak, std::unique_ptr<Spinner> spinner);
 
   // Behind Replayer::Create: the modules' buffers.
   void AllocateBuffers();
@@ -59,6 +59,7 @@ class FillerModel final : public executor::Model {
   std::vector<at::Tensor> ShardsOf(const Exchange& exchange, BufferRole role);
 
   const Plan& plan_;
+  const std::int64_t rank_;
   executor::TorchDevice& device_;
   const RunOptions& options_;
   PeakMeter& peak_;

@@ -104,7 +104,8 @@ Status Rank::MakeBackend() {
   std::unique_ptr<Spinner> spinner =
       options_.device == DeviceKind::kCuda ? MakeMatmulSpinner(device_->torch_device()) : MakeCpuSpinner();
   device_->CountAllocations(allocated_);
-  model_ = std::make_unique<FillerModel>(plan_, *device_, options_, peak_, std::move(spinner));
+  model_ =
+      std::make_unique<FillerModel>(plan_, environment_.rank, *device_, options_, peak_, std::move(spinner));
   auto replayer = executor::Replayer::Create(plan_, environment_.rank, *device_, *collectives_, model_.get());
   if (!replayer) return std::unexpected(replayer.error());
   replayer_ = std::move(*replayer);

@@ -22,7 +22,8 @@ CollectiveCall MakeCall(const Plan& plan, const Instruction& i, Position at) {
   const Exchange* exchange = i.exchange < 0 ? nullptr : &plan.exchanges[i.exchange];
   return {.at = at,
           .kind = *DescriptionOf(i.kind).collective,
-          .reduce_op = i.kind == InstructionKind::kAllGather ? ReduceOp::kSum : i.reduce_op,
+          .reduce_op =
+              *DescriptionOf(i.kind).collective == CollectiveKind::kAllGather ? ReduceOp::kSum : i.reduce_op,
           .divisor = i.divisor,
           .dtype = plan.buffers[full].dtype,
           .size_bytes = SizeBytes(plan.buffers[full]),

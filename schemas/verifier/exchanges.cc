@@ -28,8 +28,8 @@ std::string Exchanges::MatrixName(const ExchangedMatrix& matrix) const {
 
 void Exchanges::Pass(const Instruction& i, Position at) {
   if (i.kind == InstructionKind::kOrthogonalize) return Orthogonalize(i, at);
-  if (i.kind == InstructionKind::kAllToAll) return Send(i, at);
-  if (i.kind == InstructionKind::kUpdateApply) return Expect(i, Stage::kBack, Stage::kIdle, at);
+  if (DescriptionOf(i.kind).collective) return Send(i, at);
+  if (i.kind == InstructionKind::kUpdateApply) return Apply(i, at);
   CheckRoom(i, i.dst, at);
   Expect(i, Stage::kIdle, Stage::kInPieces, at);
 }
@@ -40,16 +40,20 @@ void Exchanges::Send(const Instruction& i, Position at) {
   const Exchange& exchange = plan_.exchanges[i.exchange];
   if (!SameRanks(plan_.communicators[i.communicator], plan_.communicators[exchange.communicator])) {
     Add(Rule::kReference, at,
-        fmt::format("all_to_all: communicator {} does not join the ranks of {}",
+        fmt::format("{}: communicator {} does not join the ranks of {}", Name(i.kind),
                     plan_.communicators[i.communicator].name, exchange.name));
+  }
+  if (HasOwners(exchange) != (i.kind == InstructionKind::kAllToAll)) {
+    return Add(Rule::kOptimizerStep, at,
+               fmt::format("{} of {}, whose matrices have {}", Name(i.kind), exchange.name,
+                           HasOwners(exchange) ? "owners" : "no owners"));
   }
   if (from.role == to.role) {
     return Add(Rule::kLayout, at,
                fmt::format("all_to_all: {} and {} are both {}", from.name, to.name, Name(from.role)));
   }
   CheckRoom(i, i.dst, at);
-  from.role == BufferRole::kUpdatePieces ? Expect(i, Stage::kInPieces, Stage::kAtOwners, at)
-                                         : SendBack(i, at);
+  from.role == BufferRole::kUpdatePieces ? Expect(i, Stage::kInPieces, Stage::kWhole, at) : SendBack(i, at);
 }
 
 void Exchanges::Expect(const Instruction& i, Stage expected, Stage next, Position at) {
@@ -61,8 +65,8 @@ void Exchanges::Expect(const Instruction& i, Stage expected, Stage next, Positio
           return "nothing of it is under way";
         case Stage::kInPieces:
           return "its updates lie in pieces";
-        case Stage::kAtOwners:
-          return "its matrices lie at their owners";
+        case Stage::kWhole:
+          return "its matrices lie whole";
         case Stage::kBack:
           return "its results are back in pieces";
       }
@@ -81,7 +85,7 @@ void Exchanges::Expect(const Instruction& i, Stage expected, Stage next, Positio
 }
 
 void Exchanges::Orthogonalize(const Instruction& i, Position at) {
-  Expect(i, Stage::kAtOwners, Stage::kAtOwners, at);
+  Expect(i, Stage::kWhole, Stage::kWhole, at);
   State& state = states_[i.exchange];
   state.done.resize(plan_.exchanges[i.exchange].matrices.size());
   const Segment& segment = plan_.segments[i.segment];
@@ -97,14 +101,30 @@ void Exchanges::Orthogonalize(const Instruction& i, Position at) {
 }
 
 void Exchanges::SendBack(const Instruction& i, Position at) {
-  const std::vector<char> done = states_[i.exchange].done;
-  const bool there = states_[i.exchange].stage == Stage::kAtOwners;
-  Expect(i, Stage::kAtOwners, Stage::kBack, at);
-  for (std::size_t m = 0; there && m < done.size(); ++m) {
-    if (done[m] != 0) continue;
+  ExpectDone(i, "goes back from its owner, which has not orthogonalised it", at);
+  Expect(i, Stage::kWhole, Stage::kBack, at);
+}
+
+void Exchanges::Apply(const Instruction& i, Position at) {
+  const Exchange& exchange = plan_.exchanges[i.exchange];
+  const bool owned = HasOwners(exchange);
+  const Buffer& from = plan_.buffers[i.src];
+  const BufferRole role = owned ? BufferRole::kUpdatePieces : BufferRole::kUpdateWhole;
+  if (from.role != role) {
+    Add(Rule::kLayout, at,
+        fmt::format("update_apply: {} is {}, and results of {} lie in {}", from.name, Name(from.role),
+                    exchange.name, Name(role)));
+  }
+  if (!owned) ExpectDone(i, "is applied, and not orthogonalised", at);
+  Expect(i, owned ? Stage::kBack : Stage::kWhole, Stage::kIdle, at);
+}
+
+void Exchanges::ExpectDone(const Instruction& i, std::string_view goes, Position at) {
+  const State& state = states_[i.exchange];
+  for (std::size_t m = 0; state.stage == Stage::kWhole && m < state.done.size(); ++m) {
+    if (state.done[m] != 0) continue;
     Add(Rule::kOptimizerStep, at,
-        fmt::format("{} goes back from its owner, which has not orthogonalised it",
-                    MatrixName(plan_.exchanges[i.exchange].matrices[m])));
+        fmt::format("{} {}", MatrixName(plan_.exchanges[i.exchange].matrices[m]), goes));
   }
 }
 
@@ -120,10 +140,14 @@ void Exchanges::CheckRoom(const Instruction& i, BufferId id, Position at) {
     Add(Rule::kLayout, at,
         fmt::format("{} has dtype {}, and {} is exchanged in {}", buffer.name, Name(buffer.dtype),
                     exchange.name, Name(exchange.dtype)));
-  } else if (SizeBytes(buffer) < Bytes{numel * SizeBytes(exchange.dtype)}) {
+    return;
+  }
+  const Bytes found = SizeBytes(buffer), needed{numel * SizeBytes(exchange.dtype)};
+  // A gather puts rank behind rank, so its sizes are exact.
+  if (found < needed || (found != needed && !HasOwners(exchange))) {
     Add(Rule::kLayout, at,
-        fmt::format("{} has {} bytes, and a rank of {} needs {}", buffer.name, SizeBytes(buffer).value,
-                    exchange.name, numel * SizeBytes(exchange.dtype)));
+        fmt::format("{} has {} bytes, and a rank of {} needs {}", buffer.name, found.value, exchange.name,
+                    needed.value));
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "shardplan/schemas/plan.h"
@@ -14,9 +15,12 @@ namespace shardplan::verifier {
 
 // Rules:
 //   optimizer_step  an exchange is copied in, sent, orthogonalised, sent back and applied in this order, each
-//                   once, each matrix once, by a segment of its own; none is under way when a step ends
-//   layout          a buffer has room for the pieces or whole matrices of every rank, in the exchange's dtype
-//   reference       an all_to_all goes over the exchange's ranks
+//                   once, each matrix once, by a segment of its own; none is under way when a step ends.
+//                   Without owners it is gathered instead of sent, and not sent back
+//   layout          a buffer has room for the pieces or whole matrices of every rank, in the exchange's
+//   dtype;
+//                   results are applied from pieces, without owners from the whole
+//   reference       an all_to_all or update_gather goes over the exchange's ranks
 class Exchanges {
  public:
   Exchanges(const Plan& plan, Reporter& reporter);
@@ -26,7 +30,7 @@ class Exchanges {
   void EndStep();
 
  private:
-  enum class Stage : std::uint8_t { kIdle, kInPieces, kAtOwners, kBack };
+  enum class Stage : std::uint8_t { kIdle, kInPieces, kWhole, kBack };
   struct State {
     Stage stage = Stage::kIdle;
     std::vector<char> done;  // by matrix: it is orthogonalised
@@ -38,6 +42,9 @@ class Exchanges {
   void Orthogonalize(const Instruction& i, Position at);
   void Send(const Instruction& i, Position at);
   void SendBack(const Instruction& i, Position at);
+  void Apply(const Instruction& i, Position at);
+  // Reports matrices of an exchange of whole ones that are not orthogonalised when they are needed.
+  void ExpectDone(const Instruction& i, std::string_view goes, Position at);
   void Add(Rule rule, Position at, std::string what, std::vector<std::string> chain = {});
   std::string MatrixName(const ExchangedMatrix& matrix) const;
 

@@ -167,7 +167,7 @@ std::string LayoutOfCollective(const Plan& plan, const Instruction& i) {
     return fmt::format("{} is {} and {} is {}: a collective does not convert", from.name, Name(from.dtype),
                        to.name, Name(to.dtype));
   }
-  const bool gathers = i.kind == kAllGather;
+  const bool gathers = DescriptionOf(i.kind).collective == CollectiveKind::kAllGather;
   if (std::string wrong = gathers ? std::string() : ReducedOtherwise(plan, i, from); !wrong.empty())
     return wrong;
   if (i.kind == kAllReduce || i.kind == kAllToAll) return {};  // of an all_to_all: exchanges.h
@@ -179,7 +179,7 @@ std::string LayoutOfCollective(const Plan& plan, const Instruction& i) {
     return fmt::format("{} has {} bytes and {} has {}, on {} ranks", from.name, from.parts_bytes[0].value,
                        to.name, to.parts_bytes[0].value, ranks);
   }
-  return Arranged(plan, shard, all);
+  return i.exchange >= 0 ? std::string() : Arranged(plan, shard, all);  // of an exchange: exchanges.h
 }
 
 std::string LayoutOfReach(const Plan& plan, const Instruction& i, bool is_view) {

@@ -60,6 +60,7 @@ bool IsLogged(const Plan& plan, const Instruction& i) {
       return plan.policy == "fsdp2";
     case InstructionKind::kUpdateCopyIn:
     case InstructionKind::kAllToAll:
+    case InstructionKind::kUpdateGather:
     case InstructionKind::kOrthogonalize:
     case InstructionKind::kUpdateApply:
     case InstructionKind::kCompute:

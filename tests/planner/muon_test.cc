@@ -204,11 +204,44 @@ TEST(Exchanges, PiecesAndWholesHaveEachRowOnce) {
   }
 }
 
+// Without owners: each rank's rows, as many as the first rank has, then those of the next one.
+TEST(Exchanges, WithoutOwnersAreGatheredInPiecesOfOneSize) {
+  for (std::int64_t shards = 1; shards <= 5; ++shards) {
+    for (std::int64_t rows = 1; rows <= 7; ++rows) {
+      SCOPED_TRACE(fmt::format("{} rows on {} ranks", rows, shards));
+      Plan plan;
+      plan.communicators = {{"shard", shards, 1}};
+      const UnitParameter matrix{.fqn = "a", .shape = {rows, 3}, .muon = true};
+      const UnitParameter batch{.fqn = "b", .shape = {2, rows, 5}, .muon = true};
+      plan.units = {{.fqn = "u", .parameters = {matrix, batch}, .shard_communicator = 0}};
+      plan.exchanges = {{.name = "e",
+                         .communicator = 0,
+                         .matrices = {{.unit = 0, .parameter = 0},
+                                      {.unit = 0, .parameter = 1, .rows = rows},
+                                      {.unit = 0, .parameter = 1, .first_row = rows, .rows = rows}}}};
+      ASSERT_TRUE(CheckExchanges(plan).has_value()) << ToString(CheckExchanges(plan).error());
+      const ExchangeLayout layout(plan, plan.exchanges[0]);
+      const std::int64_t padded = (rows + shards - 1) / shards * 3 + (2 + shards - 1) / shards * rows * 5;
+      for (std::int64_t rank = 0; rank < shards; ++rank) {
+        EXPECT_EQ(layout.PiecesNumel(rank), padded);
+        EXPECT_EQ(layout.WholeNumel(rank), padded * shards);
+      }
+      plan.exchanges[0].matrices[1].owner = 0;
+      EXPECT_FALSE(CheckExchanges(plan).has_value()) << "one of three has an owner";
+      plan.exchanges[0].matrices[1].owner = -1;
+      plan.communicators.push_back({"all", 2 * shards, 1});
+      plan.exchanges[0].communicator = 1;
+      EXPECT_FALSE(CheckExchanges(plan).has_value()) << "replicas have the same rows";
+    }
+  }
+}
+
 // ---- plans ----
 
 TEST(MuonPlans, OfEveryWayVerifyAndStepEachParameterOnce) {
   for (const std::int64_t replicas : {1, 2}) {
-    for (const char* way : {"sharded", "owned", "over replicas", "dist_muon", "buckets", "blocks"}) {
+    for (const char* way : {"sharded", "owned", "over replicas", "dist_muon", "buckets", "blocks", "on all",
+                            "buckets on all", "blocks on all"}) {
       SCOPED_TRACE(fmt::format("{} replicas, {}", replicas, way));
       Trace trace = MuonModel(3);
       AddMuon(trace, {{2, replicas}});
@@ -218,14 +251,18 @@ TEST(MuonPlans, OfEveryWayVerifyAndStepEachParameterOnce) {
       const std::string named = way;
       if (named != "sharded") muon.compute = {{.over_replicas = named == "over replicas"}};
       muon.dist_muon = named == "dist_muon";
-      if (named == "buckets") muon.buckets = {{"layers.2.*.*"}, {"layers.0.*.*"}};
-      if (named == "blocks") muon.compute = {{.parameters = {"layers.*.up.*"}, .block_rows = 16}, {}};
+      if (named.starts_with("buckets")) muon.buckets = {{"layers.2.*.*"}, {"layers.0.*.*"}};
+      if (named.starts_with("blocks"))
+        muon.compute = {{.parameters = {"layers.*.up.*"}, .block_rows = 16}, {}};
+      for (MatrixRule& rule : muon.compute) {
+        if (named.ends_with("on all")) rule.compute = MatrixCompute::kReplicated;
+      }
       Strategy strategy = WithMuon(muon);
       if (replicas > 1) strategy.mesh = {{"replicate", replicas}, {"shard", 2}};
       const Plan plan = MuonPlanOf(trace, strategy, 2 * replicas);
       ASSERT_FALSE(plan.steps.empty());
       EXPECT_TRUE(Verify(plan).empty());
-      EXPECT_EQ(std::ssize(plan.exchanges), named == "sharded" ? 0 : named == "buckets" ? 3 : 1);
+      EXPECT_EQ(std::ssize(plan.exchanges), named == "sharded" ? 0 : named.starts_with("buckets") ? 3 : 1);
       std::map<std::string, int> stepped;
       for (const Trigger& trigger : plan.steps.back().triggers) {
         for (const Instruction& i : trigger.instructions) {
@@ -374,6 +411,10 @@ TEST(MuonPlans, ErrorsNameTheParameter) {
   expect({.compute = {{.parameters = {up}, .block_rows = 5}}}, up + " does not divide into blocks of rows");
   expect({.compute = {{}}, .dist_muon = true, .begin_in_backward = true},
          "DistMuon exchanges when the optimizer steps");
+  expect({.compute = {{.compute = MatrixCompute::kReplicated}}, .dist_muon = true},
+         "DistMuon gives every matrix an owner (found replicated");
+  expect({.compute = {{.compute = MatrixCompute::kReplicated, .owner = 1}}},
+         "a matrix without an owner has none of it (found replicated");
   expect({.ns_steps = 3}, "the trace has no step of Muon for " + up);
   expect({}, "the trace has no step of Muon for " + up + ": record it with `shardplan trace --muon 4`", 4);
   expect({}, up + " has fewer rows than ranks", 256);
@@ -459,6 +500,28 @@ TEST(MuonTime, IsThatOfTheSlowestOwner) {
   EXPECT_GT(together, apart);
 }
 
+// Every rank has the work of all owners, whatever their number.
+TEST(MuonTime, OnAllRanksHasEveryMatrixOnEach) {
+  Trace trace = MuonModel(4);
+  AddMuon(trace, {});
+  for (const std::int64_t ranks : {2, 4}) {
+    Strategy strategy = WithMuon({.compute = {{.compute = MatrixCompute::kReplicated}}});
+    const auto work_of = [&](const Strategy& of) {
+      const Plan plan = MuonPlanOf(trace, of, ranks);
+      const Result<EngineProgram> program = LowerPlan(plan, plan.cluster, *MakeCostModel(plan.cluster));
+      EXPECT_TRUE(program.has_value());
+      const Result<RanksApart> apart = RunRanksApart(plan, *program, {});
+      EXPECT_TRUE(apart.has_value());
+      std::set<std::int64_t> ends;
+      for (const RankTimes& rank : apart->ranks) ends.insert(rank.end_ns.value);
+      return std::pair(MuonStepTime(plan), ends.size());
+    };
+    const auto [on_all, different] = work_of(strategy);
+    EXPECT_EQ(different, 1) << "all ranks do the same";
+    EXPECT_GT(on_all, work_of(ByOwners()).first);
+  }
+}
+
 // ---- the optimising planner ----
 
 TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
@@ -480,7 +543,10 @@ TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
     Muon dist_muon{.compute = {{}}, .buckets = {{"layers.0.*.*"}, {"layers.1.*.*"}}, .dist_muon = true};
     const Muon under_backward{
         .compute = {{}}, .buckets = dist_muon.buckets, .begin_in_backward = in_backward};
-    for (const Muon& muon : {Muon{}, all_on_one, dist_muon, under_backward}) {
+    const Muon on_all{.compute = {{.compute = MatrixCompute::kReplicated}}};
+    Muon on_all_by_block = on_all;
+    on_all_by_block.buckets = dist_muon.buckets;
+    for (const Muon& muon : {Muon{}, all_on_one, dist_muon, on_all, on_all_by_block, under_backward}) {
       Strategy other = strategy;
       other.optimizer.muon = muon;
       const Result<PlannerOutput> planned = MakePlan(trace, other, cluster);
@@ -507,6 +573,7 @@ TEST(MuonOptimize, NoWayIsFasterInItsBudgetWhereverTheSearchEnds) {
       {"torch.optim.Muon", {}},
       {"DistMuon", {.compute = {{}}, .buckets = by_block, .dist_muon = true}},
       {"owners", {.compute = {{}}}},
+      {"every rank all", {.compute = {{.compute = MatrixCompute::kReplicated}}}},
   };
   for (const auto& [name, muon] : ways) {
     const Plan plan = MuonPlanOf(trace, WithMuon(muon), 4);
@@ -521,6 +588,36 @@ TEST(MuonOptimize, NoWayIsFasterInItsBudgetWhereverTheSearchEnds) {
       EXPECT_LE(output->report.step_ns, MuonStepTime(plan));
       EXPECT_LE(output->report.peak_reserved_bytes, *reserved);
     }
+  }
+}
+
+// Four ranks whose exchanges take a second, whatever their size, and whose gathers are fast.
+TEST(MuonOptimize, GathersOnAllRanksWhereExchangesAreSlow) {
+  Trace trace = MuonModel(3);
+  AddMuon(trace, {});
+  Cluster cluster = testing::BalancedCluster(4, 4, 4'000'000'000);
+  const Nanoseconds second{1'000'000'000};
+  cluster.collectives = {{.kind = CollectiveKind::kAllToAll,
+                          .ranks = 4,
+                          .link = cluster.links.front().name,
+                          .points = {{Bytes{1}, second}, {Bytes{1 << 30}, second}}}};
+  const OptimizeOptions options{.budget = testing::kLoose, .time_limit_ns = {0}, .threads = 2};
+  const Result<OptimizeOutput> output = Optimize(trace, WithMuon(), cluster, options);
+  ASSERT_TRUE(output.has_value()) << ToString(output.error());
+  const auto owners = std::ranges::find(output->report.decisions, "owners", &DecisionReport::decision);
+  ASSERT_NE(owners, output->report.decisions.end());
+  EXPECT_TRUE(owners->chosen.starts_with("every matrix on every rank")) << owners->chosen;
+  EXPECT_LT(MuonStepTime(output->plan), second);
+  EXPECT_GE(MuonStepTime(output->plan), output->report.lower_bound_ns);
+  // Owners of the strategy are kept.
+  OptimizeOptions fixed = options;
+  fixed.fixed = {"owners"};
+  for (const MatrixCompute compute : {MatrixCompute::kOwned, MatrixCompute::kReplicated}) {
+    const Result<OptimizeOutput> kept =
+        Optimize(trace, WithMuon({.compute = {{.compute = compute}}}), cluster, fixed);
+    ASSERT_TRUE(kept.has_value()) << ToString(kept.error());
+    const std::vector<ExchangedMatrix>& matrices = kept->plan.exchanges.at(0).matrices;
+    EXPECT_EQ(matrices.front().owner >= 0, compute == MatrixCompute::kOwned);
   }
 }
 

@@ -161,6 +161,24 @@ TEST(WhatIf, TheFirstWaitIsTheExposedGather) {
   EXPECT_TRUE(std::ranges::is_sorted(*trials, {}, &WhatIf::step_ns));
 }
 
+// The iterations of a matrix optimizer are a segment of 30 ms behind the step.
+TEST(WhatIf, TheOptimizerHasItsSegments) {
+  Plan plan = LayeredPlan({});
+  const auto segment = static_cast<SegmentId>(plan.segments.size());
+  plan.segments.push_back(
+      {.name = "muon", .phase = SegmentPhase::kOptimizer, .entries = {FixedOperator(30 * kMillisecond)}});
+  plan.steps.back().triggers.push_back({.kind = TriggerKind::kOptimizerStep});
+  plan.steps.back().triggers.back().instructions.Edit().push_back(
+      {.kind = InstructionKind::kCompute, .stream = 0, .segment = segment});
+  const Nanoseconds step_ns = PathOf(plan).step_ns;
+  const Result<std::vector<WhatIf>> trials = WithoutEach(plan, Lowered(plan));
+  ASSERT_TRUE(trials.has_value());
+  const WhatIf* optimizer = Without(*trials, "the time of the optimizer");
+  ASSERT_NE(optimizer, nullptr);
+  EXPECT_EQ(optimizer->step_ns, PathOf(LayeredPlan({})).step_ns);
+  EXPECT_GT(step_ns, optimizer->step_ns);
+}
+
 std::int64_t SumOf(const std::vector<Difference>& causes, std::int64_t Difference::*side) {
   std::int64_t sum = 0;
   for (const Difference& cause : causes) sum += cause.*side;

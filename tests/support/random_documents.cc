@@ -395,6 +395,8 @@ void RepairOptimizer(Optimizer& optimizer) {
     optimizer.muon->ns_steps = 1 + optimizer.muon->ns_steps % 10;
     if (optimizer.muon->dist_muon) optimizer.muon->begin_in_backward = false;
     for (MatrixRule& rule : optimizer.muon->compute) {
+      if (optimizer.muon->dist_muon && rule.compute == MatrixCompute::kReplicated)
+        rule.compute = MatrixCompute::kOwned;
       if (rule.compute != MatrixCompute::kOwned)
         rule = {.parameters = rule.parameters, .compute = rule.compute};
     }
@@ -563,7 +565,9 @@ void RepairExchanges(Plan& plan) {
       parameter.shard_dim = 0;
       parameter.muon = parameter.requires_grad = true;
       exchange.communicator = of.shard_communicator;
-      exchange.matrices = {{.unit = static_cast<UnitId>(unit), .parameter = 0, .owner = 0}};
+      exchange.matrices = {{.unit = static_cast<UnitId>(unit),
+                            .parameter = 0,
+                            .owner = static_cast<std::int32_t>(unit % 2) - 1}};
     }
   }
   std::erase_if(plan.exchanges, [](const Exchange& exchange) { return exchange.matrices.empty(); });

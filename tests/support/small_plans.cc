@@ -34,7 +34,7 @@ class Fsdp2Like {
     scatter_ = b_.Stream("reduce_scatter");
     if (options.replicas > 1) reduce_ = b_.Stream("all_reduce");
     for (int i = 0; i < options.units; ++i) units_.push_back(MakeUnit("layers." + std::to_string(i)));
-    if (options.owners) MakeExchange();
+    if (options.owners || options.on_all) MakeExchange();
   }
 
   Plan Build() {
@@ -48,7 +48,7 @@ class Fsdp2Like {
       if (std::string(name) == "first") {
         for (const UnitBuffers& u : units_) b_.Allocate(u.state, kCompute0);
       }
-      if (options_.owners) StepByOwners();
+      if (options_.owners || options_.on_all) StepMatrices();
       b_.OptimizerStep(kCompute0).At(TriggerKind::kZeroGrad).ZeroGrad().At(TriggerKind::kStepEnd);
     }
     Plan plan = std::move(b_.plan());
@@ -109,7 +109,8 @@ class Fsdp2Like {
       UnitParameter& parameter = b_.plan().units[u.unit].parameters[0];
       parameter.shape.push_back(1);
       parameter.muon = true;
-      exchange.matrices.push_back({.unit = u.unit, .parameter = 0, .owner = u.unit % options_.shards});
+      exchange.matrices.push_back(
+          {.unit = u.unit, .parameter = 0, .owner = options_.on_all ? -1 : u.unit % options_.shards});
       rows += parameter.shape[0];
     }
     b_.plan().exchanges = {exchange};
@@ -125,12 +126,12 @@ class Fsdp2Like {
     b_.plan().segments.push_back({.name = "newton schulz", .phase = SegmentPhase::kOptimizer});
   }
 
-  void StepByOwners() {
+  void StepMatrices() {
     const auto segment = static_cast<SegmentId>(b_.plan().segments.size()) - 1;
     b_.Allocate(pieces_, kCompute0).Allocate(whole_, kCompute0);
     b_.Do({.kind = kUpdateCopyIn, .stream = kCompute0, .dst = pieces_, .exchange = 0});
     b_.Sync(kCompute0, exchange_);
-    b_.Do({.kind = kAllToAll,
+    b_.Do({.kind = options_.on_all ? kUpdateGather : kAllToAll,
            .stream = exchange_,
            .src = pieces_,
            .dst = whole_,
@@ -144,6 +145,11 @@ class Fsdp2Like {
              .segment = segment,
              .exchange = 0,
              .matrix = m});
+    }
+    if (options_.on_all) {
+      b_.Do({.kind = kUpdateApply, .stream = kCompute0, .src = whole_, .exchange = 0});
+      b_.Free(whole_).Free(pieces_);
+      return;
     }
     b_.Sync(kCompute0, exchange_);
     b_.Do({.kind = kAllToAll,

@@ -22,6 +22,7 @@ struct SmallPlanOptions {
       false;             // where dtypes agree: reduce_scatter writes grad_sharded, no separate output
   int microbatches = 1;  // all but the last accumulate without reducing
   bool owners = false;   // Muon steps the first parameter of each unit, by owners
+  bool on_all = false;   // ... or whole on every rank; without replicas
 };
 
 // Two steps, "first" (makes the optimizer states) and "steady".

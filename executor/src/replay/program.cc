@@ -227,7 +227,7 @@ class Builder {
   Result<Op> ResolveUpdate(Op op, const Instruction& i) const {
     const Exchange& exchange = plan_.exchanges[i.exchange];
     const bool is_others =
-        i.matrix >= 0 &&
+        i.matrix >= 0 && HasOwners(exchange) &&
         exchange.matrices[i.matrix].owner != RankInGroup(plan_.communicators[exchange.communicator], rank_);
     return is_others ? op : Simple(op, OpCode::kUpdate, i.dst >= 0 ? i.dst : i.src);
   }

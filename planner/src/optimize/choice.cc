@@ -463,6 +463,7 @@ MuonMatrices MuonMatricesOf(const Trace& trace, const Job& job) {
   if (sharded) found.owners.push_back(MuonOwners::kNone);
   if (owned) found.owners.insert(found.owners.end(), {MuonOwners::kShards, MuonOwners::kDistMuon});
   if (owned && job.replicas > 1) found.owners.push_back(MuonOwners::kReplicas);
+  if (owned) found.owners.push_back(MuonOwners::kAll);
   return found;
 }
 
@@ -485,7 +486,9 @@ void SetMuon(const Job& job, const Choice& choice, Strategy& strategy) {
   Muon& muon = *strategy.optimizer.muon;
   muon.begin_in_backward = choice.exchanged_in_backward;
   if (choice.owners == MuonOwners::kNone) return;
-  muon.compute = {{.over_replicas = choice.owners == MuonOwners::kReplicas}};
+  const bool on_all = choice.owners == MuonOwners::kAll;
+  muon.compute = {{.compute = on_all ? MatrixCompute::kReplicated : MatrixCompute::kOwned,
+                   .over_replicas = choice.owners == MuonOwners::kReplicas}};
   muon.dist_muon = choice.owners == MuonOwners::kDistMuon;
   if (choice.exchanges > 1) muon.buckets = BucketsOf(job.muon, choice.exchanges);
 }
@@ -505,6 +508,8 @@ std::string MuonText(const Job& job, const Choice& given) {
       return "owners among all replicas, " + in;
     case MuonOwners::kDistMuon:
       return "as DistMuon, " + in;
+    case MuonOwners::kAll:
+      return "every matrix on every rank, " + in;
   }
   return "";
 }

@@ -19,9 +19,9 @@ namespace shardplan::optimize {
 // part, stay until the next forward.
 enum class Accumulation : std::uint8_t { kEach, kEachKept, kLast, kLastKept, kRestLast, kRestLastKept };
 
-// The ranks that may have a matrix of Muon's whole: none, as torch.optim.Muon; those of a replica, or of all
-// of them; or those of a replica, exchanged as DistMuon does.
-enum class MuonOwners : std::uint8_t { kNone, kShards, kReplicas, kDistMuon };
+// The ranks that may have a matrix of Muon's whole: none, as torch.optim.Muon; one of a replica's, or one of
+// all; one of a replica's, exchanged as DistMuon does; or each of a replica's.
+enum class MuonOwners : std::uint8_t { kNone, kShards, kReplicas, kDistMuon, kAll };
 
 // A number of units: all that there are, and the root.
 inline constexpr std::int32_t kAllUnits = std::numeric_limits<std::int32_t>::max();

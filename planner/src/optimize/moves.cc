@@ -376,27 +376,24 @@ std::vector<NamedChoice> Baselines(const Job& job, const OptimizeOptions& option
       baselines.push_back({"fsdp2 as torchtitan wraps", Titan(job)});
     }
   }
-  // torchtitan's recipes of DistMuon have a bucket for each block.
-  const auto has_owners = [&](MuonOwners owners) {
-    return std::ranges::find(job.muon.owners, owners) != job.muon.owners.end();
-  };
-  struct Way {
-    MuonOwners owners;
-    std::string_view name;
-    std::int32_t exchanges = 1;
-  };
   const std::size_t without_owners = baselines.size();
-  for (const Way& way : {Way{MuonOwners::kDistMuon, "DistMuon", std::max(job.chain.blocks, 1)},
-                         Way{MuonOwners::kShards, "owners among the shards"},
-                         Way{MuonOwners::kReplicas, "owners among all replicas"}}) {
-    for (std::size_t i = 0; has_owners(way.owners) && i < without_owners; ++i) {
-      NamedChoice owned = baselines[i];
-      owned.name += fmt::format(", {}", way.name);
-      owned.choice.owners = way.owners;
-      owned.choice.exchanges = way.exchanges;
-      baselines.push_back(std::move(owned));
+  const auto add_muon = [&](MuonOwners owners, std::int32_t exchanges, std::string_view name) {
+    if (std::ranges::find(job.muon.owners, owners) == job.muon.owners.end()) return;
+    for (std::size_t i = 0; i < without_owners; ++i) {
+      NamedChoice with_muon = baselines[i];
+      with_muon.name += name;
+      with_muon.choice.owners = owners;
+      with_muon.choice.exchanges = exchanges;
+      baselines.push_back(std::move(with_muon));
     }
-  }
+  };
+  add_muon(MuonOwners::kShards, 1, ", owners among the shards");
+  add_muon(MuonOwners::kReplicas, 1, ", owners among all replicas");
+  // torchtitan's recipes of DistMuon have a bucket for each block.
+  const std::int32_t by_block = std::max(job.chain.blocks, 1);
+  add_muon(MuonOwners::kDistMuon, by_block, ", DistMuon");
+  add_muon(MuonOwners::kAll, 1, ", every matrix on every rank");
+  if (by_block > 1) add_muon(MuonOwners::kAll, by_block, ", every matrix on every rank, block by block");
   const std::size_t plain = baselines.size();
   if (!job.of_pytorch) baselines.push_back({"as given", {.as_given = true}});
   if (!options.may_checkpoint || job.keeps_checkpoint) return baselines;

@@ -247,21 +247,22 @@ ExchangeId MuonStep::AddExchange(Exchange exchange) {
   return static_cast<ExchangeId>(exchanges.size()) - 1;
 }
 
-// By bucket, communicator and dtype, each in the order of FQNs.
+// By bucket, communicator and dtype, with owners and without, each in the order of FQNs.
 std::vector<Exchange> MuonStep::ExchangesOf(const std::vector<Matrix>& matrices) {
   const Muon& muon = MuonOf(strategy_);
-  std::map<std::tuple<std::size_t, CommunicatorId, DType>, std::vector<Matrix>> grouped;
+  std::map<std::tuple<std::size_t, CommunicatorId, DType, MatrixCompute>, std::vector<Matrix>> grouped;
   for (const Matrix& matrix : matrices) {
     const UnitParameter& parameter = ParameterOf(matrix);
-    const CommunicatorId communicator =
-        CommunicatorOf(matrix, RuleOf(muon, parameter)->over_replicas, muon.begin_in_backward);
-    grouped[{BucketOf(muon, parameter), communicator, ExchangeDType(muon, parameter)}].push_back(matrix);
+    const MatrixRule& rule = *RuleOf(muon, parameter);
+    const CommunicatorId communicator = CommunicatorOf(matrix, rule.over_replicas, muon.begin_in_backward);
+    grouped[{BucketOf(muon, parameter), communicator, ExchangeDType(muon, parameter), rule.compute}]
+        .push_back(matrix);
   }
   std::map<CommunicatorId, std::vector<std::int64_t>> earlier_work;
   std::vector<Exchange> exchanges;
   for (auto& [group, of_group] : grouped) {
     std::ranges::stable_sort(of_group, {}, [&](const Matrix& matrix) { return ParameterOf(matrix).fqn; });
-    const auto [bucket, communicator, dtype] = group;
+    const auto [bucket, communicator, dtype, compute] = group;
     const std::int64_t ranks = builder_.plan().communicators[static_cast<std::size_t>(communicator)].size;
     Exchange exchange{.communicator = communicator, .dtype = dtype};
     std::vector<MatrixLoad> loads;
@@ -273,7 +274,8 @@ std::vector<Exchange> MuonStep::ExchangesOf(const std::vector<Matrix>& matrices)
       const std::int64_t shards = RanksOf(matrix).shards;
       const std::int64_t chunk = (parameter.shape[0] + shards - 1) / shards * (all / parameter.shape[0]);
       for (std::int64_t first = 0; first < all; first += rows) {
-        exchange.matrices.push_back({matrix.unit, matrix.parameter, first, each, rule.owner.value_or(0)});
+        exchange.matrices.push_back({matrix.unit, matrix.parameter, first, each});
+        if (compute == MatrixCompute::kReplicated) continue;
         MatrixLoad load{NewtonSchulzWork(rows, columns, muon.ns_steps),
                         rows * columns * SizeBytes(parameter.dtype),
                         parameter.fqn,
@@ -293,11 +295,13 @@ std::vector<Exchange> MuonStep::ExchangesOf(const std::vector<Matrix>& matrices)
         loads.push_back(std::move(load));
       }
     }
-    std::vector<std::int64_t>& earlier =
-        earlier_work.try_emplace(communicator, static_cast<std::size_t>(ranks), std::int64_t{0})
-            .first->second;
-    const std::vector<std::int32_t> owners = AssignOwners(loads, earlier);
-    for (std::size_t m = 0; m < owners.size(); ++m) exchange.matrices[m].owner = owners[m];
+    if (!loads.empty()) {
+      std::vector<std::int64_t>& earlier =
+          earlier_work.try_emplace(communicator, static_cast<std::size_t>(ranks), std::int64_t{0})
+              .first->second;
+      const std::vector<std::int32_t> owners = AssignOwners(loads, earlier);
+      for (std::size_t m = 0; m < owners.size(); ++m) exchange.matrices[m].owner = owners[m];
+    }
     exchanges.push_back(std::move(exchange));
   }
   return exchanges;
@@ -318,13 +322,15 @@ MuonStep::Passage MuonStep::CopyIn(ExchangeId id, StreamId update, const std::se
   const auto event = [&](const char* what) {
     return builder_.Event(fmt::format("{}.{}", exchange.name, what));
   };
+  const bool owned = HasOwners(exchange);
   const Passage passage{.exchange = id,
+                        .owned = owned,
                         .pieces = buffer(BufferRole::kUpdatePieces, layout.PiecesNumel(0)),
                         .whole = buffer(BufferRole::kUpdateWhole, layout.WholeNumel(layout.LargestOwner())),
                         .copied = event("copied_in"),
                         .there = event("there"),
-                        .done = event("orthogonalized"),
-                        .back = event("back")};
+                        .done = owned ? event("orthogonalized") : -1,
+                        .back = owned ? event("back") : -1};
   const CommunicatorId communicator = exchange.communicator;
   builder_.Allocate(passage.pieces, kCompute);
   builder_.Allocate(passage.whole, kCompute);
@@ -334,7 +340,8 @@ MuonStep::Passage MuonStep::CopyIn(ExchangeId id, StreamId update, const std::se
   copy.dst = passage.pieces;
   copy.exchange = id;
   if (update != stream) WaitFor(stream, update, passage.copied);
-  Instruction& there = builder_.Emit(InstructionKind::kAllToAll, stream);
+  Instruction& there =
+      builder_.Emit(owned ? InstructionKind::kAllToAll : InstructionKind::kUpdateGather, stream);
   there.src = passage.pieces;
   there.dst = passage.whole;
   there.communicator = communicator;
@@ -350,6 +357,7 @@ void MuonStep::WaitFor(StreamId waiter, StreamId on, EventId event) {
 
 void MuonStep::Orthogonalize(const Passage& passage) {
   builder_.Wait(passage.there, kCompute);
+  if (!passage.owned) builder_.Free(passage.pieces, kCompute);
   const std::vector<ExchangedMatrix> matrices =
       builder_.plan().exchanges[static_cast<std::size_t>(passage.exchange)].matrices;
   for (std::size_t m = 0; m < matrices.size(); ++m) {
@@ -364,7 +372,7 @@ void MuonStep::Orthogonalize(const Passage& passage) {
     orthogonalize.matrix = static_cast<std::int32_t>(m);
     orthogonalize.segment = segment;
   }
-  builder_.Record(passage.done, kCompute);
+  if (passage.owned) builder_.Record(passage.done, kCompute);
 }
 
 void MuonStep::SendBack(const Passage& passage) {
@@ -381,18 +389,18 @@ void MuonStep::SendBack(const Passage& passage) {
 
 void MuonStep::EmitApply(const Passage& passage, StreamId stream) {
   Instruction& apply = builder_.Emit(InstructionKind::kUpdateApply, stream);
-  apply.src = passage.pieces;
+  apply.src = passage.owned ? passage.pieces : passage.whole;
   apply.exchange = passage.exchange;
 }
 
 void MuonStep::Apply(const Passage& passage) {
-  builder_.Wait(passage.back, kCompute);
+  if (passage.owned) builder_.Wait(passage.back, kCompute);
   if (!MuonOf(strategy_).dist_muon) EmitApply(passage, kCompute);
   builder_.Free(passage.whole, kCompute);
-  builder_.Free(passage.pieces, kCompute);
+  if (passage.owned) builder_.Free(passage.pieces, kCompute);
 }
 
-void MuonStep::StepOwned(const std::vector<Matrix>& matrices) {
+void MuonStep::StepWhole(const std::vector<Matrix>& matrices) {
   std::vector<Passage> passages = std::exchange(begun_, {});
   const std::size_t begun = passages.size();
   std::vector<ExchangeId> exchanges;
@@ -410,10 +418,11 @@ void MuonStep::StepOwned(const std::vector<Matrix>& matrices) {
   for (std::size_t e = 0; e < all; ++e) {
     come(e + 2);
     Orthogonalize(passages[e]);
-    SendBack(passages[e]);
-    if (e > 0) Apply(passages[e - 1]);
+    if (passages[e].owned) SendBack(passages[e]);
+    if (e > 0 && passages[e - 1].owned) Apply(passages[e - 1]);
+    if (!passages[e].owned) Apply(passages[e]);
   }
-  Apply(passages.back());
+  if (passages.back().owned) Apply(passages.back());
 }
 
 // One rank has every matrix whole, and nobody to exchange it with.
@@ -430,15 +439,15 @@ void MuonStep::Step(const std::vector<Matrix>& matrices) {
          builder_.plan().exchanges[static_cast<std::size_t>(passage.exchange)].matrices)
       begun.emplace(matrix.unit, matrix.parameter);
   }
-  std::vector<Matrix> owned;
+  std::vector<Matrix> whole;
   for (const Matrix& matrix : matrices) {
     if (!IsExchanged(matrix)) {
       StepSharded(matrix);
     } else if (!begun.contains({matrix.unit, matrix.parameter})) {
-      owned.push_back(matrix);
+      whole.push_back(matrix);
     }
   }
-  if (!owned.empty() || !begun_.empty()) StepOwned(owned);
+  if (!whole.empty() || !begun_.empty()) StepWhole(whole);
 }
 
 std::vector<MuonStep::Matrix> MuonStep::AllExchanged() const {

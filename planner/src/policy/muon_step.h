@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Muon's step: as torch.optim.Muon runs it on DTensors, one matrix after the other, or by owners.
+// Muon's step: as torch.optim.Muon runs it on DTensors, one matrix after the other, or by exchanges.
 #pragma once
 
 #include <map>
@@ -22,7 +22,8 @@ namespace shardplan {
 //   C   copy in 0, 1 | orthogonalize 0 | copy in 2 | orthogonalize 1 | apply 0 | ...
 //   E   there 0 | there 1              | back 0 | there 2           | back 1 | ...
 //
-// The copies in and the sums are on C, or on E (Muon::dist_muon), as DistMuon has them.
+// The copies in and the sums are on C, or on E (Muon::dist_muon), as DistMuon has them. An exchange without
+// owners has nothing to send back, and is applied right behind its iterations.
 //
 // Exchanges that begin in the backward (Muon::begin_in_backward) are copied in and sent on E there, behind
 // the reductions of their gradients. They have a communicator of their own: collectives of one follow one
@@ -55,6 +56,7 @@ class MuonStep {
   // An exchange and the buffers and events of its passage.
   struct Passage {
     ExchangeId exchange = -1;
+    bool owned = true;
     BufferId pieces = -1, whole = -1;
     EventId copied = -1, there = -1, done = -1, back = -1;
   };
@@ -77,7 +79,7 @@ class MuonStep {
   std::vector<Matrix> AllExchanged() const;
   std::vector<Exchange> ExchangesOf(const std::vector<Matrix>& matrices);
   ExchangeId AddExchange(Exchange exchange);
-  void StepOwned(const std::vector<Matrix>& matrices);
+  void StepWhole(const std::vector<Matrix>& matrices);
   Passage CopyIn(ExchangeId exchange, StreamId update, const std::set<EventId>& reduced);
   void WaitFor(StreamId waiter, StreamId on, EventId event);
   void Orthogonalize(const Passage& passage);

@@ -39,10 +39,10 @@ const MatrixRule* RuleOf(const Muon& muon, const std::string& fqn, const std::ve
     if (rule.parameters.empty()) {
       rest = &rule;
     } else if (MatchesAny(rule.parameters, fqn, others)) {
-      return rule.compute == MatrixCompute::kOwned ? &rule : nullptr;
+      return rule.compute == MatrixCompute::kSharded ? nullptr : &rule;
     }
   }
-  return rest != nullptr && rest->compute == MatrixCompute::kOwned ? rest : nullptr;
+  return rest != nullptr && rest->compute == MatrixCompute::kSharded ? nullptr : rest;
 }
 
 Status CheckRules(const Trace& trace, const Muon& muon) {

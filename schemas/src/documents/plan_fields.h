@@ -135,7 +135,8 @@ inline constexpr auto kFields<SegmentGrad> =
 
 template <>
 inline constexpr Definition kDefinition<ExchangedMatrix> = {
-    "plan", "exchanged_matrix", "A matrix that one rank has whole while the optimizer steps."};
+    "plan", "exchanged_matrix",
+    "A matrix that its owner, or every rank, has whole while the optimizer steps."};
 template <>
 inline constexpr auto kFields<ExchangedMatrix> = FieldList(
     Required("unit", &ExchangedMatrix::unit, "Whose parameter.").Ref(RefKind::kUnit),
@@ -143,11 +144,14 @@ inline constexpr auto kFields<ExchangedMatrix> = FieldList(
     Optional("first_row", &ExchangedMatrix::first_row,
              "Its first row in the parameter, seen as a matrix of the parameter's last dimension."),
     Optional("rows", &ExchangedMatrix::rows, "Its rows; left out: all of the parameter."),
-    Required("owner", &ExchangedMatrix::owner, "Its rank in the group of the exchange's communicator."));
+    Optional("owner", &ExchangedMatrix::owner,
+             "Its rank in the group of the exchange's communicator; left out of every matrix: all ranks."));
 
 template <>
 inline constexpr Definition kDefinition<Exchange> = {
-    "plan", "exchange", "Matrices that go to their owners and come back in one collective each."};
+    "plan", "exchange",
+    "Matrices that go to their owners and come back in one all_to_all each, or to all ranks in one "
+    "all-gather."};
 template <>
 inline constexpr auto kFields<Exchange> =
     FieldList(Required("name", &Exchange::name, "\"muon.0\"."),
@@ -195,8 +199,9 @@ template <>
 inline constexpr auto kFields<Instruction> = FieldList(
     Required("kind", &Instruction::kind, "What it does."),
     Optional("segment", &Instruction::segment, "compute, orthogonalize: the segment.").Ref(RefKind::kSegment),
-    Optional("exchange", &Instruction::exchange,
-             "update_copy_in, all_to_all, orthogonalize, update_apply: the exchange of matrices.")
+    Optional(
+        "exchange", &Instruction::exchange,
+        "update_copy_in, all_to_all, update_gather, orthogonalize, update_apply: the exchange of matrices.")
         .Ref(RefKind::kExchange),
     Optional("matrix", &Instruction::matrix, "orthogonalize: which matrix of the exchange, by position.")
         .AtLeast(-1),

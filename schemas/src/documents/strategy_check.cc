@@ -222,10 +222,14 @@ class StrategyCheck {
       const MatrixRule& rule = muon.compute[r];
       const std::string pointer = fmt::format("/optimizer/muon/compute/{}", r);
       const bool owned = rule.compute == MatrixCompute::kOwned;
-      const std::string_view field = rule.over_replicas    ? "over_replicas"
-                                     : rule.block_rows > 0 ? "block_rows"
-                                     : rule.owner          ? "owner"
-                                                           : "";
+      const bool whole_nowhere = rule.compute == MatrixCompute::kSharded;
+      const std::string_view field = rule.over_replicas                     ? "over_replicas"
+                                     : rule.owner                           ? "owner"
+                                     : whole_nowhere && rule.block_rows > 0 ? "block_rows"
+                                                                            : "";
+      if (muon.dist_muon && rule.compute == MatrixCompute::kReplicated)
+        return MakeInputError(pointer + "/compute", "DistMuon gives every matrix an owner",
+                              std::string(Name(rule.compute)), "compute: \"owned\"");
       if (!owned && !field.empty())
         return MakeInputError(fmt::format("{}/{}", pointer, field),
                               "a matrix without an owner has none of it", std::string(Name(rule.compute)),

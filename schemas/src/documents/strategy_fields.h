@@ -263,12 +263,14 @@ inline constexpr Definition kDefinition<MatrixRule> = {
 template <>
 inline constexpr auto kFields<MatrixRule> = FieldList(
     Optional("parameters", &MatrixRule::parameters, "FQNs or patterns; left out: all the rest."),
-    Optional("compute", &MatrixRule::compute,
-             "sharded: nowhere, as torch.optim.Muon does on DTensors. owned (left out): on one rank."),
+    Optional(
+        "compute", &MatrixRule::compute,
+        "sharded: nowhere, as torch.optim.Muon on DTensors. owned (left out): on one rank. replicated: on "
+        "every rank that shards it."),
     Optional("over_replicas", &MatrixRule::over_replicas,
              "owned: also over the replicas of HSDP; left out: each replica computes all."),
     Optional("block_rows", &MatrixRule::block_rows,
-             "owned: every so many rows are a matrix; 0: all are one."),
+             "owned, replicated: every so many rows are a matrix; 0: all are one."),
     Optional("owner", &MatrixRule::owner,
              "owned: by this rank of the group; left out: by the one with the least work."));
 
@@ -277,8 +279,7 @@ inline constexpr Definition kDefinition<Muon> = {
     .says = "torch.optim.Muon for some parameters; the kind of the optimizer steps the rest."};
 template <>
 inline constexpr auto kFields<Muon> = FieldList(
-    Optional("matrices", &Muon::matrices,
-             "FQNs or patterns. Left out: those that the trace marks."),
+    Optional("matrices", &Muon::matrices, "FQNs or patterns. Left out: those that the trace marks."),
     Optional("nesterov", &Muon::nesterov, "Nesterov momentum."),
     Optional("ns_steps", &Muon::ns_steps, "Newton-Schulz iterations.").AtLeast(1),
     Optional("compute", &Muon::compute, "Where matrices are whole; one that no rule matches is sharded."),

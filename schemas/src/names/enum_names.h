@@ -46,7 +46,7 @@ SHARDPLAN_ENUM_NAMES(Fsdp1BackwardPrefetch, "none", "backward_pre", "backward_po
 SHARDPLAN_ENUM_NAMES(Fsdp1CommHook, "none", "allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook",
                      "bf16_compress_hook");
 SHARDPLAN_ENUM_NAMES(OptimizerImplementation, "for_loop", "foreach", "fused");
-SHARDPLAN_ENUM_NAMES(MatrixCompute, "sharded", "owned");
+SHARDPLAN_ENUM_NAMES(MatrixCompute, "sharded", "owned", "replicated");
 SHARDPLAN_ENUM_NAMES(LayoutKind, "per_parameter", "flat");
 SHARDPLAN_ENUM_NAMES(MemoryKind, "device", "pinned_host", "host");
 SHARDPLAN_ENUM_NAMES(ReduceOp, "sum", "average");

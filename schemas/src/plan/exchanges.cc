@@ -109,7 +109,14 @@ class ExchangesCheck {
     if (ranks % shards != 0)
       return wrong("/unit", "is cut over other ranks than those of the exchange",
                    fmt::format("{} shards", shards), fmt::format("{} ranks or a part of them", ranks));
-    if (matrix.owner < 0 || matrix.owner >= ranks)
+    if ((matrix.owner >= 0) != HasOwners(exchange))
+      return wrong("/owner", "has an owner, or has none, unlike the exchange's first matrix",
+                   matrix.owner < 0 ? "none" : fmt::format("{}", matrix.owner),
+                   "an owner of every matrix, or of none");
+    if (!HasOwners(exchange) && ranks != shards)
+      return wrong("/unit", "has no owner, and is not cut over the exchange's ranks",
+                   fmt::format("{} shards", shards), fmt::format("{}", ranks));
+    if (matrix.owner < -1 || matrix.owner >= ranks)
       return wrong("/owner", "has an owner outside of the exchange's ranks", fmt::format("{}", matrix.owner),
                    fmt::format("0 to {}", ranks - 1));
     const Unit& first = plan_.units[static_cast<std::size_t>(exchange.matrices.front().unit)];
@@ -136,6 +143,10 @@ std::int64_t RowsOf(const UnitParameter& parameter, const ExchangedMatrix& matri
 std::vector<std::int64_t> ShapeOf(const Plan& plan, const ExchangedMatrix& matrix) {
   const UnitParameter& parameter = ParameterOf(plan, matrix);
   return {RowsOf(parameter, matrix), ColumnsOf(parameter)};
+}
+
+bool HasOwners(const Exchange& exchange) {
+  return !exchange.matrices.empty() && exchange.matrices.front().owner >= 0;
 }
 
 ExchangeLayout::ExchangeLayout(const Plan& plan, const Exchange& exchange)
@@ -183,11 +194,13 @@ std::int64_t ExchangeLayout::SentFirst(ExchangeDirection direction, std::int64_t
 
 std::int64_t ExchangeLayout::PiecesNumel(std::int64_t rank) const {
   std::int64_t numel = 0;
-  for (std::size_t m = 0; m < exchange_.matrices.size(); ++m) numel += PieceNumel(m, rank);
+  const std::int64_t filled = HasOwners(exchange_) ? rank : 0;
+  for (std::size_t m = 0; m < exchange_.matrices.size(); ++m) numel += PieceNumel(m, filled);
   return numel;
 }
 
 std::int64_t ExchangeLayout::WholeNumel(std::int64_t rank) const {
+  if (!HasOwners(exchange_)) return PiecesNumel(rank) * ranks_;
   std::int64_t numel = 0;
   for (const ExchangedMatrix& matrix : exchange_.matrices) {
     if (matrix.owner != rank) continue;
@@ -198,6 +211,7 @@ std::int64_t ExchangeLayout::WholeNumel(std::int64_t rank) const {
 }
 
 std::int64_t ExchangeLayout::LargestOwner() const {
+  if (!HasOwners(exchange_)) return 0;
   std::map<std::int64_t, std::int64_t> numel;
   for (const ExchangedMatrix& matrix : exchange_.matrices) {
     const UnitParameter& parameter = ParameterOf(plan_, matrix);
@@ -253,7 +267,7 @@ ExchangeTraffic TrafficOf(const Plan& plan, const Instruction& all_to_all) {
 }
 
 Bytes TensorBytesOf(const Plan& plan, const Instruction& collective) {
-  if (collective.exchange >= 0) return TrafficOf(plan, collective).size_bytes;
+  if (collective.kind == InstructionKind::kAllToAll) return TrafficOf(plan, collective).size_bytes;
   return SizeBytes(plan.buffers[static_cast<std::size_t>(FullTensorOf(collective))]);
 }
 

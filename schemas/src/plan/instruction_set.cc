@@ -31,7 +31,7 @@ class OperandCheck {
     if (Status check = CheckParameter(); !check) return check;
     if (Status check = CheckParts(); !check) return check;
     if (Status check = CheckDivisor(); !check) return check;
-    if (i_.src >= 0 && i_.src == i_.dst && is_.collective != CollectiveKind::kAllGather) {
+    if (i_.src >= 0 && i_.src == i_.dst && i_.kind != InstructionKind::kAllGather) {
       return Wrong("src and dst are the same buffer", plan_.buffers[i_.src].name, "two buffers");
     }
     if (is_.family == InstructionFamily::kBind && i_.unit < 0 && plan_.buffers[i_.src].unit < 0) {

@@ -409,6 +409,10 @@ class StepWorkBuilder {
   // long. Both may go on at once, so plans that divide the matrices take at least the least of
   // max(L x, k L (1 - x)) over x, which is L k / (1 + k).
   //
+  // A matrix that every rank gathers takes the stream of exchanges, too, for no less than g times as long as
+  // with an owner. So the exchanges' part is at least a L x with a = min(1, g), and the bound a L k / (a +
+  // k).
+  //
   // Nothing is counted for replicas, among which each matrix has one owner or several, and for blocks of
   // rows, which a rank may have whole.
   Nanoseconds MatricesOnLinks() const {
@@ -422,16 +426,21 @@ class StepWorkBuilder {
     const Communicator& shards = job_.communicators[unit_of_mesh_[0]->shard_communicator];
     struct Moving {
       std::int64_t bytes = 0;
+      std::int64_t whole_bytes = 0;
       Nanoseconds without_owner{-1};  // -1: it has one
     };
     std::vector<Moving> matrices;
-    Int128 bytes = 0;
+    Int128 bytes = 0, padded_bytes = 0;  // padded: of all matrices, whole
     for (const shardplan::Parameter& parameter : trace_.parameters) {
-      if (!IsMuons(parameter) || parameter.shape.size() != 2 || SizeBytes(parameter.dtype) < kBytesOfElement)
-        continue;
+      if (!IsMuons(parameter)) continue;
+      Int128 padded = kBytesOfElement * ((parameter.shape[0] + ranks - 1) / ranks * ranks);
+      for (std::size_t d = 1; d < parameter.shape.size(); ++d) padded *= parameter.shape[d];
+      padded_bytes += padded;
+      if (parameter.shape.size() != 2 || SizeBytes(parameter.dtype) < kBytesOfElement) continue;
       const std::int64_t rows = parameter.shape[0];
       const std::int64_t largest = std::min(rows, (rows + ranks - 1) / ranks);
       Moving& matrix = matrices.emplace_back();
+      matrix.whole_bytes = rows * parameter.shape[1] * kBytesOfElement;
       // One byte less: the mean of a bucket is rounded.
       matrix.bytes = std::max<std::int64_t>(
           (rows - largest) * parameter.shape[1] * kBytesOfElement / (ranks - 1) - 1, 0);
@@ -455,17 +464,28 @@ class StepWorkBuilder {
     const auto on_links = [&](Int128 moved) {
       return static_cast<std::int64_t>(moved * per_byte / internal::kSlopeScale);
     };
+    const std::int64_t gathered_per_byte = internal::SlopeBelow(
+        *costs_, job_.cluster, CollectiveKind::kAllGather, shards, job_.world_size,
+        std::max<std::int64_t>(1, std::ranges::min(matrices, {}, &Moving::whole_bytes).whole_bytes),
+        static_cast<std::int64_t>(std::min<Int128>(padded_bytes, Int128{1} << 50)));
     constexpr std::int64_t kMillion = 1'000'000;
-    std::int64_t least_ppm = -1;  // k, of matrices that may go without an owner
+    const auto ratio_ppm = [&](Int128 other_ns, const Moving& matrix) {
+      const Int128 ppm = other_ns * kMillion / (on_links(matrix.bytes) + 1);
+      return static_cast<std::int64_t>(std::min<Int128>(ppm, Int128{1} << 40));
+    };
+    std::int64_t exchanged_ppm = kMillion;  // a
+    std::int64_t least_ppm = -1;            // k, of matrices that torch.optim.Muon may step
     for (const Moving& matrix : matrices) {
-      if (matrix.without_owner.value < 0 || matrix.bytes == 0) continue;
-      const Int128 ppm = Int128{matrix.without_owner.value} * kMillion / (on_links(matrix.bytes) + 1);
-      const auto ratio = static_cast<std::int64_t>(std::min<Int128>(ppm, Int128{1} << 40));
+      if (matrix.bytes == 0) continue;
+      const Int128 gathered_ns = Int128{matrix.whole_bytes} * gathered_per_byte / internal::kSlopeScale;
+      exchanged_ppm = std::min(exchanged_ppm, ratio_ppm(gathered_ns, matrix));
+      if (matrix.without_owner.value < 0) continue;
+      const std::int64_t ratio = ratio_ppm(matrix.without_owner.value, matrix);
       least_ppm = least_ppm < 0 ? ratio : std::min(least_ppm, ratio);
     }
-    const std::int64_t all = on_links(bytes);
-    if (least_ppm < 0) return {all};
-    return {static_cast<std::int64_t>(Int128{all} * least_ppm / (Int128{kMillion} + least_ppm))};
+    const Int128 all = Int128{on_links(bytes)} * exchanged_ppm;
+    if (least_ppm < 0 || all == 0) return {static_cast<std::int64_t>(all / kMillion)};
+    return {static_cast<std::int64_t>(all * least_ppm / (Int128{exchanged_ppm} + least_ppm) / kMillion)};
   }
 
   // Pieces are padded, so the first rank has no less than its share of the parameters: less what is left free

@@ -609,13 +609,14 @@ class Lowering {
     if (in_kernels) lowered.duration_ns += issue_ns;
   }
 
-  // By the owner alone.
+  // By the owner alone; without owners by every rank.
   void LowerOrthogonalize(const Instruction& instruction, EngineInstruction& lowered) {
     LowerCompute(instruction, lowered);
     const Exchange& exchange = At(plan_.exchanges, instruction.exchange);
     const ExchangedMatrix& matrix = At(exchange.matrices, instruction.matrix);
     lowered.unit = static_cast<std::int16_t>(matrix.unit);
-    step_.owned[static_cast<std::int32_t>(step_.code.size())] = {exchange.communicator, matrix.owner};
+    if (HasOwners(exchange))
+      step_.owned[static_cast<std::int32_t>(step_.code.size())] = {exchange.communicator, matrix.owner};
   }
 
   // Elementwise work on this rank's rows, and copies from or to the pieces.

@@ -147,14 +147,16 @@ class Trials {
     const auto is = [this](const EngineInstruction& code, CollectiveKind kind) {
       return code.work == WorkClass::kCollective && Step().groups[Index(code.operand)].kind == kind;
     };
-    const auto in_backward = [this](const EngineInstruction& code) {
-      return Step().phases[code.phase] == Phase::kBackward;
+    const auto in = [this](Phase phase, const EngineInstruction& code) {
+      return Step().phases[code.phase] == phase;
     };
     using enum CollectiveKind;
     TryFree("the time of all_gathers in the forward", "",
-            [&](const EngineInstruction& code) { return is(code, kAllGather) && !in_backward(code); });
+            [&](const EngineInstruction& c) { return is(c, kAllGather) && in(Phase::kForward, c); });
     TryFree("the time of all_gathers in the backward", "reshard_after_forward",
-            [&](const EngineInstruction& code) { return is(code, kAllGather) && in_backward(code); });
+            [&](const EngineInstruction& c) { return is(c, kAllGather) && in(Phase::kBackward, c); });
+    TryFree("the time of all_gathers in the optimizer", "",
+            [&](const EngineInstruction& c) { return is(c, kAllGather) && in(Phase::kOptimizer, c); });
     TryFree("the time of reduce_scatters", "",
             [&](const EngineInstruction& c) { return is(c, kReduceScatter); });
     TryFree("the time of all_reduces", "", [&](const EngineInstruction& c) { return is(c, kAllReduce); });
@@ -165,13 +167,19 @@ class Trials {
     TryFree("the time of copies over the host link", "offload", [](const EngineInstruction& c) {
       return c.work == WorkClass::kToHost || c.work == WorkClass::kToDevice;
     });
-    TryFree("the time of the optimizer", "optimizer",
-            [](const EngineInstruction& c) { return c.work == WorkClass::kCompute; });
-    Try("the recomputation", "checkpoint", [this](EngineProgram& other) {
+    const auto leave_out = [this](SegmentPhase phase, EngineProgram& other) {
       for (EngineSegment& segment : other.segments) {
-        if (plan_.segments[Index(segment.of)].phase == SegmentPhase::kRecompute) segment.count = 0;
+        if (plan_.segments[Index(segment.of)].phase == phase) segment.count = 0;
       }
+    };
+    Try("the time of the optimizer", "optimizer", [&](EngineProgram& other) {
+      for (EngineInstruction& code : other.steps[0].code) {
+        if (code.op == EngineOp::kWork && code.work == WorkClass::kCompute) code.duration_ns = {};
+      }
+      leave_out(SegmentPhase::kOptimizer, other);
     });
+    Try("the recomputation", "checkpoint",
+        [&](EngineProgram& other) { leave_out(SegmentPhase::kRecompute, other); });
     Try("the slowing of kernels by collectives", "",
         [](EngineProgram& other) { other.compute_rate_ppm = kWholeRate; });
     Try("the slowing of collectives by kernels", "",

@@ -254,6 +254,7 @@ class Fsdp1EventWriter {
         break;
       case InstructionKind::kUpdateCopyIn:
       case InstructionKind::kAllToAll:
+      case InstructionKind::kUpdateGather:
       case InstructionKind::kOrthogonalize:
       case InstructionKind::kUpdateApply:
       case InstructionKind::kOptimizerStep:

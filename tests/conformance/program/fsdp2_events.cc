@@ -411,6 +411,7 @@ class Fsdp2EventWriter {
         break;
       case InstructionKind::kUpdateCopyIn:
       case InstructionKind::kAllToAll:
+      case InstructionKind::kUpdateGather:
       case InstructionKind::kOrthogonalize:
       case InstructionKind::kUpdateApply:
       case InstructionKind::kOptimizerStep:

@@ -408,11 +408,31 @@ CheckedModel::Stretch CheckedModel::PieceOf(const Exchange& exchange, std::size_
   return {.matrix = m};
 }
 
-// Owner by owner this rank's rows.
+// Rank by rank, each as long as the first one, its rows of all matrices.
+std::vector<CheckedModel::Stretch> CheckedModel::GatheredIn(const Exchange& exchange, bool own_rank) const {
+  std::vector<Stretch> stretches;
+  const std::vector<std::int64_t> group =
+      executor::GroupOf(plan_.communicators[exchange.communicator], rank_);
+  std::int64_t slot = 0;
+  for (std::size_t m = 0; m < exchange.matrices.size(); ++m)
+    slot += PieceOf(exchange, m, group.front()).numel;
+  for (std::size_t r = 0; r < group.size(); ++r) {
+    std::int64_t at = static_cast<std::int64_t>(r) * slot;
+    for (std::size_t m = 0; m < exchange.matrices.size(); ++m) {
+      Stretch piece = PieceOf(exchange, m, group[r]);
+      piece.in_buffer = at;
+      at += piece.numel;
+      if (!own_rank || group[r] == rank_) stretches.push_back(piece);
+    }
+  }
+  return stretches;
+}
+
+// Owner by owner this rank's rows; -1: of matrices without an owner.
 std::vector<CheckedModel::Stretch> CheckedModel::PiecesIn(const Exchange& exchange) const {
   std::vector<Stretch> stretches;
   std::int64_t at = 0;
-  for (std::int64_t owner = 0; owner < plan_.communicators[exchange.communicator].size; ++owner) {
+  for (std::int64_t owner = -1; owner < plan_.communicators[exchange.communicator].size; ++owner) {
     for (std::size_t m = 0; m < exchange.matrices.size(); ++m) {
       if (exchange.matrices[m].owner != owner) continue;
       Stretch& piece = stretches.emplace_back(PieceOf(exchange, m, rank_));
@@ -425,6 +445,7 @@ std::vector<CheckedModel::Stretch> CheckedModel::PiecesIn(const Exchange& exchan
 
 // Shard by shard the rows of this rank's matrices.
 std::vector<CheckedModel::Stretch> CheckedModel::WholeIn(const Exchange& exchange) const {
+  if (exchange.matrices.front().owner < 0) return GatheredIn(exchange, /*own_rank=*/false);
   std::vector<Stretch> stretches;
   std::int64_t at = 0;
   const std::int64_t own = executor::RankInGroup(plan_.communicators[exchange.communicator], rank_);
@@ -464,7 +485,10 @@ Status CheckedModel::Update(const Instruction& instruction) {
   const std::int64_t size = SizeBytes(exchange.dtype);
   Work work;
   std::set<std::pair<UnitId, std::int32_t>> seen;
-  for (const Stretch& stretch : copies || applies ? PiecesIn(exchange) : WholeIn(exchange)) {
+  const bool from_whole = applies && exchange.matrices.front().owner < 0;
+  for (const Stretch& stretch : from_whole          ? GatheredIn(exchange, /*own_rank=*/true)
+                                : copies || applies ? PiecesIn(exchange)
+                                                    : WholeIn(exchange)) {
     const ExchangedMatrix& matrix = exchange.matrices[stretch.matrix];
     if (instruction.matrix >= 0 && stretch.matrix != static_cast<std::size_t>(instruction.matrix)) continue;
     const std::int64_t version = versions_[matrix.unit][matrix.parameter];

@@ -84,6 +84,7 @@ class CheckedModel final : public executor::Model {
     std::int64_t in_buffer = 0;
     std::int64_t numel = 0;
   };
+  std::vector<Stretch> GatheredIn(const Exchange& exchange, bool own_rank) const;
   std::vector<Stretch> PiecesIn(const Exchange& exchange) const;
   std::vector<Stretch> WholeIn(const Exchange& exchange) const;
   Stretch PieceOf(const Exchange& exchange, std::size_t matrix, std::int64_t rank) const;

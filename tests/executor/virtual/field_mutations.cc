@@ -181,7 +181,7 @@ class Series {
         {kBindUnsharded, kBindSharded, kFree},
         {kGradScale, kAllReduce},
         {kRecord, kWait, kHostWait},
-        {kUpdateCopyIn, kAllToAll, kOrthogonalize, kUpdateApply},
+        {kUpdateCopyIn, kAllToAll, kUpdateGather, kOrthogonalize, kUpdateApply},
         {kOptimizerStep, kZeroGrad}};
     for (const std::vector<InstructionKind>& group : kGroups) {
       if (std::ranges::find(group, kind) != group.end()) return group;

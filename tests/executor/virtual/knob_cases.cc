@@ -418,11 +418,22 @@ void AddOwners(Cases& cases) {
   add("hsdp_over_replicas", 4, over_replicas, of_replicas);
   add("hsdp_buckets", 4, {.compute = {{.over_replicas = true}}, .buckets = by_block}, of_replicas);
   add("blocks", 4, {.compute = {{.parameters = {"layers.*.mlp.weight0"}, .block_rows = 2}, {}}}, same);
-  add("batches", 3, owned, [](PlanCase& c) {
+  const auto batches = [](PlanCase& c) {
     for (Parameter& parameter : c.trace.parameters) {
       if (parameter.fqn.ends_with("mlp.weight0")) parameter.shape = {4, 2, 2};
     }
-  });
+  };
+  add("batches", 3, owned, batches);
+  const MatrixRule on_all = {.compute = MatrixCompute::kReplicated};
+  add("all", 3, {.compute = {on_all}}, half);
+  add("all_buckets", 3, {.compute = {on_all}, .buckets = by_block}, same);
+  add("all_hsdp", 4, {.compute = {on_all}}, of_replicas);
+  add("all_of_some", 2, {.compute = {{.parameters = {"layers.0.*.*"}, .compute = on_all.compute}, {}}}, same);
+  add("all_in_blocks", 4,
+      {.compute = {{.parameters = {"layers.*.mlp.weight0"}, .compute = on_all.compute, .block_rows = 2},
+                   on_all}},
+      same);
+  add("all_batches", 3, {.compute = {on_all}}, batches);
   add("accumulate", 2, owned, [](PlanCase& c) { c.strategy.program = {Accumulation(2, {}, {})}; });
 }
 

@@ -41,7 +41,8 @@ const std::vector<std::string> kCases = {"knob/fsdp2/ranks2",
                                          "knob/fsdp2/owners_3_bf16",
                                          "knob/fsdp2/owners_dist_muon",
                                          "knob/fsdp2/owners_in_backward",
-                                         "knob/fsdp2/owners_hsdp_buckets"};
+                                         "knob/fsdp2/owners_hsdp_buckets",
+                                         "knob/fsdp2/owners_all_buckets"};
 
 class PlanMutations : public ::testing::TestWithParam<PlanCase> {};
 
@@ -134,8 +135,9 @@ class KnobPlan {
 };
 
 TEST(LeftOut, AnyMoveIsFound) {
-  for (const std::string name : {"knob/fsdp2/reshard_2_bf16", "knob/fsdp2/bf16_hsdp",
-                                 "knob/fsdp1/full_shard1", "knob/fsdp2/owners_hsdp_buckets"}) {
+  for (const std::string name :
+       {"knob/fsdp2/reshard_2_bf16", "knob/fsdp2/bf16_hsdp", "knob/fsdp1/full_shard1",
+        "knob/fsdp2/owners_hsdp_buckets", "knob/fsdp2/owners_all_buckets"}) {
     KnobPlan knob(name);
     int tried = 0;
     const std::vector<Trigger>& triggers = knob.plan().steps.back().triggers;
@@ -145,8 +147,8 @@ TEST(LeftOut, AnyMoveIsFound) {
         const InstructionKind kind = triggers[t].instructions[i].kind;
         if (kind != kCopyIn && kind != kAllGather && kind != kCopyOut && kind != kGradCopyIn &&
             kind != kReduceScatter && kind != kAllReduce && kind != kGradCast && kind != kAllocate &&
-            kind != kBindUnsharded && kind != kUpdateCopyIn && kind != kAllToAll && kind != kOrthogonalize &&
-            kind != kUpdateApply) {
+            kind != kBindUnsharded && kind != kUpdateCopyIn && kind != kAllToAll && kind != kUpdateGather &&
+            kind != kOrthogonalize && kind != kUpdateApply) {
           continue;
         }
         Plan other = knob.plan();

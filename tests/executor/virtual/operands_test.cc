@@ -51,6 +51,7 @@ std::array<BufferRole, 2> RolesOf(InstructionKind kind) {
     case kOrthogonalize:
       return {kUpdateWhole, kUpdateWhole};
     case kAllToAll:
+    case kUpdateGather:
       return {kUpdatePieces, kUpdateWhole};
     case kCompute:
     case kAllocate:
@@ -92,7 +93,9 @@ Plan PlanFor(InstructionKind kind) {
     }
   }
   b.plan().exchanges = {
-      {.name = "exchange", .communicator = 0, .matrices = {{.unit = unit, .parameter = 0}}}};
+      {.name = "exchange",
+       .communicator = 0,
+       .matrices = {{.unit = unit, .parameter = 0, .owner = kind == kUpdateGather ? -1 : 0}}}};
   b.plan().cluster.name = "one";
   b.plan().cluster.ranks = 1;
   b.plan().cluster.device.memory_bytes = Bytes{1 << 20};

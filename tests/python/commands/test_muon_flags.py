@@ -31,7 +31,7 @@ OWNED = (*MUON, "--muon-owners", "shards")
     ("words", "code", "said"),
     [
         (("--muon-owners", "shards"), 2, "--muon-owners has a value that it does not take (found an optimizer without"),
-        (("--muon-in-backward",), 2, "--muon-in-backward has a value that it does not take (found an optimizer without"),
+        (("--muon-in-backward",), 2, "--muon-in-backward has a value that it does not take (found an optimizer with"),
         ((*MUON, "--muon-in-backward"), 2, "(found no owners, to whom matrices could go, expected --muon-owners"),
         ((*MUON, "--muon-owners", "node"), 2, "(found node, expected none, shards, replicas"),
         ((*OWNED[:2], "--muon-matrices", "2.*.weight"), 3, "no parameter has this name (found 2.*.weight"),
@@ -43,5 +43,6 @@ OWNED = (*MUON, "--muon-owners", "shards")
     ],
 )
 def test_is_refused(shardplan, trace, words, code, said):
-    done = shardplan("plan", trace, "--ranks", 4 if "--mesh" in words else 2, "--unit", "1.*", "-q", "-o", "/dev/null", *words)
+    ranks = 4 if "--mesh" in words else 2
+    done = shardplan("plan", trace, "--ranks", ranks, "--unit", "1.*", "-q", "-o", "/dev/null", *words)
     assert done.returncode == code and said in done.stderr, done.stderr

@@ -177,7 +177,7 @@ def test_there_is_a_method_for_each_instruction_of_a_schedule():
     # issue("grad_zero", ...)
     of_others = {
         "compute", "optimizer_step", "zero_grad", "grad_zero", "copy_to_host", "copy_to_device", "reshard_post_forward",
-        "update_copy_in", "all_to_all", "orthogonalize", "update_apply",
+        "update_copy_in", "all_to_all", "update_gather", "orthogonalize", "update_apply",
     }
     assert kinds - of_others == {name for name in vars(plan.Place) if name in kinds}
 

@@ -60,6 +60,7 @@ def run(ranks: int) -> dict[str, str]:
         "shape": lambda: muon(lambda made: parameter(made, 0, 1).update(shape=[192, 32])),
         "vector": lambda: muon(lambda made: made["units"][0]["parameters"].append(scale)),
         "owner": lambda: muon(lambda made: matrix(made, 0, 1).update(owner=ranks)),
+        "some owners": lambda: muon(lambda made: matrix(made, 0, 1).pop("owner")),
         "columns": lambda: muon(of=by_columns),
         "no row": lambda: muon(lambda made: made["exchanges"][1]["matrices"].pop(1)),
         "two rows": lambda: muon(lambda made: matrix(made, 1, 1).update(first_row=20)),

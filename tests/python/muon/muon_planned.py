@@ -48,6 +48,8 @@ CASES = (
     Case("over_replicas", ("--muon-owners", "replicas", *BUCKETS), replicas=2),
     Case("in_each_replica", ("--muon-owners", "shards"), replicas=2),
     Case("dist_muon", ("--muon-owners", "dist_muon", *BUCKETS), shards=4),
+    Case("on_all", ("--muon-owners", "all"), shards=4),
+    Case("on_all_buckets", ("--muon-owners", "all", *BUCKETS), replicas=2),
     Case("sharded", ()),
     Case("in_backward", ("--muon-owners", "shards", *BUCKETS, IN_BACKWARD), shards=4),
     Case("in_backward_of_two", ("--muon-owners", "shards", "--muon-bucket", "1.2.*.weight", IN_BACKWARD)),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan documents with exchanges, written here. Matrices go to owners by longest processing time first. While one unit
-is iterated, the exchange of the next one comes and that of the last one goes."""
+is iterated, the exchange of the next one comes and that of the last one goes. Without owners all ranks gather them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _work(shape: Sequence[int]) -> int:
     return rows * rows * (2 * columns + rows)
 
 
-def _exchanges(units: Shapes, ranks: int, communicator: str, dtype: str, units_each: int) -> list[dict]:
+def _exchanges(units: Shapes, ranks: int, dtype: str, units_each: int, owned: bool) -> list[dict]:
     loads = [0] * ranks
     names = list(units)
     made = []
@@ -52,15 +52,15 @@ def _exchanges(units: Shapes, ranks: int, communicator: str, dtype: str, units_e
             for index, shape in enumerate(units[name].values())
             for part in matrices_of(shape)
         ]
-        for work, entry in sorted(entries, key=lambda entry: -entry[0]):
+        for work, entry in sorted(entries, key=lambda entry: -entry[0]) if owned else ():
             entry["owner"] = loads.index(min(loads))
             loads[entry["owner"]] += work
         matrices = [entry for _, entry in entries]
-        made.append({"name": f"muon.{number}", "communicator": communicator, "dtype": dtype, "matrices": matrices})
+        made.append({"name": f"muon.{number}", "communicator": "exchange", "dtype": dtype, "matrices": matrices})
     return made
 
 
-def _instructions(exchanges: list[dict]) -> list[dict]:
+def _instructions(exchanges: list[dict], owned: bool) -> list[dict]:
     lines: list[dict] = []
 
     def add(kind: str, stream: str, number: int | None = None, **operands) -> None:
@@ -76,12 +76,14 @@ def _instructions(exchanges: list[dict]) -> list[dict]:
             add("allocate", "compute", dst=f"{buffer}.{number}")
         add("update_copy_in", "compute", number, dst=f"pieces.{number}")
         after(f"copied.{number}", "compute", "exchange")
-        add("all_to_all", "exchange", number, src=f"pieces.{number}", dst=f"whole.{number}", communicator="exchange")
+        kind = "all_to_all" if owned else "update_gather"
+        add(kind, "exchange", number, src=f"pieces.{number}", dst=f"whole.{number}", communicator="exchange")
         add("record", "exchange", event=f"there.{number}")
 
     def apply(number: int) -> None:
-        add("wait", "compute", event=f"back.{number}")
-        add("update_apply", "compute", number, src=f"pieces.{number}")
+        if owned:
+            add("wait", "compute", event=f"back.{number}")
+        add("update_apply", "compute", number, src=f"{'pieces' if owned else 'whole'}.{number}")
         for buffer in ("pieces", "whole"):
             lines.append({"kind": "free", "src": f"{buffer}.{number}"})
 
@@ -93,9 +95,13 @@ def _instructions(exchanges: list[dict]) -> list[dict]:
         add("wait", "compute", event=f"there.{number}")
         for matrix in range(len(exchange["matrices"])):
             add("orthogonalize", "compute", number, dst=f"whole.{number}", matrix=matrix, segment=f"ns.{matrix}")
-        after(f"whole.{number}", "compute", "exchange")
-        add("all_to_all", "exchange", number, src=f"whole.{number}", dst=f"pieces.{number}", communicator="exchange")
-        add("record", "exchange", event=f"back.{number}")
+        if owned:
+            after(f"whole.{number}", "compute", "exchange")
+            add(
+                "all_to_all", "exchange", number, src=f"whole.{number}", dst=f"pieces.{number}",
+                communicator="exchange",
+            )
+            add("record", "exchange", event=f"back.{number}")
         if number > 0:
             apply(number - 1)
     apply(last)
@@ -104,11 +110,11 @@ def _instructions(exchanges: list[dict]) -> list[dict]:
 
 def document(
     units: Shapes, shards: int, replicas: int = 1, over_replicas: bool = True, dtype: str = "bfloat16",
-    units_each: int = 1,
+    units_each: int = 1, owned: bool = True,
 ) -> dict:
-    """over_replicas: owners are ranks of all replicas."""
-    group = shards * (replicas if over_replicas else 1)
-    exchanges = _exchanges(units, group, "exchange", dtype, units_each)
+    """over_replicas: owners are ranks of all replicas. owned: matrices have owners."""
+    group = shards * (replicas if over_replicas and owned else 1)
+    exchanges = _exchanges(units, group, dtype, units_each, owned)
     communicators = [{"name": "shard", "size": shards}, {"name": "exchange", "size": group}]
     described = [
         {
@@ -123,7 +129,7 @@ def document(
         for short in ("pieces", "whole")
     ]
     triggers = [{"kind": "step_begin", "instructions": []}, {"kind": "optimizer_step"}, {"kind": "step_end"}]
-    triggers[1]["instructions"] = _instructions(exchanges)
+    triggers[1]["instructions"] = _instructions(exchanges, owned)
     return {
         "units": described, "buffers": buffers, "communicators": communicators, "exchanges": exchanges,
         "streams": [{"name": "compute"}, {"name": "exchange", "priority": -1}],

@@ -55,6 +55,10 @@ CASES = (
     Case("replicas_apart", (4,), replicas=2, written={"over_replicas": False}),
     Case("replicas_alone", (2, 3), replicas=0),
     Case("replicas_of_experts", (4,), units=units(EXPERTS, UNEVEN), replicas=2, written={"units_each": 2}),
+    Case("on_all", units=units(LAYER, UNEVEN, EXPERTS), written={"owned": False}),
+    Case("on_all_bfloat16", (3,), dtype=torch.bfloat16, written={"owned": False, "units_each": 2}),
+    Case("on_all_of_replicas", (4,), replicas=2, written={"owned": False}),
+    Case("on_all_but_missing", (2,), written={"owned": False}, missing={1: frozenset(["layer0.wide", "layer1.two"])}),
     Case("no_decay_no_nesterov", (2,), arguments={"weight_decay": 0.0, "nesterov": False}),
     Case("strong_decay", (3,), arguments={"weight_decay": 0.5, "lr": 0.1, "momentum": 0.5}),
     Case("no_momentum", (2,), arguments={"momentum": 0.0}),
@@ -108,7 +112,7 @@ def drawn(draw: random.Random, number: int) -> Case:
         "adjust_lr_fn": draw.choice((None, "original", "match_rms_adamw", "spectral_unclamped")),
     }
     planned = {
-        "over_replicas": draw.random() < 0.5, "units_each": draw.randint(1, 4),
+        "over_replicas": draw.random() < 0.5, "units_each": draw.randint(1, 4), "owned": draw.random() < 0.7,
         "dtype": draw.choice(("bfloat16", "float32")),
     }
     missing = {step: frozenset(name for name in names if draw.random() < 0.1) for step in range(STEPS)}

@@ -13,6 +13,7 @@ SAID = {
     "shape": "PlanError: parameter layer0.tall (exchange muon.0): shape expected [192, 32], found [192, 64]",
     "vector": "PlanError: parameter layer0.scale: its shape is [8], and Muon steps matrices",
     "owner": "PlanError: parameter layer0.tall (exchange muon.0): its owner is rank 2 of the 2 ranks that exchange",
+    "some owners": "PlanError: exchange muon.0: some of its matrices have an owner, and some have none",
     "columns": "PlanError: parameter layer0.wide (exchange muon.0): placements expected Shard(0) over 2 ranks, found",
     "no row": "PlanError: parameter layer1.few: rows 24 to 48 in no matrix of the exchanges",
     "two rows": "PlanError: parameter layer1.few: row 20 in two matrices of the exchanges",

@@ -94,6 +94,36 @@ def check(matrices: list, replicas: int, shards: int) -> None:
         assert joined(arrived) == flat[rank].tolist()
 
 
+def check_gathered(matrices: list, shards: int) -> None:
+    """matrices: (shape of the parameter, first row, rows), which have no owners."""
+    numbers, parameters = [], {}
+    for shape, *_ in matrices:
+        begin = sum(whole.numel() for whole in parameters.values())
+        parameters.setdefault(shape, torch.arange(begin, begin + torch.Size(shape).numel()).view(shape))
+        numbers.append(parameters[shape])
+    layout = Layout(tuple(Matrix(shape, None, first, rows) for shape, first, rows in matrices), shards, shards)
+    with_owner = [(*matrix, 0) for matrix in matrices]
+    pieces = [joined(pieces_of(rank, shards, shards, with_owner, numbers)[0]) for rank in range(shards)]
+    longest = max(map(len, pieces))
+    gathered = torch.tensor([element for own in pieces for element in own + [-1] * (longest - len(own))])
+    for rank in range(shards):
+        assert layout.sizes(rank) == {"update_pieces": longest, "update_whole": longest * shards}
+        results = layout.results(rank)
+        assert [part._replace(at=part.at - rank * longest) for part in results] == layout.pieces(rank)
+        assert joined(gathered[part.at : part.at + part.size(layout.matrices)] for part in results) == pieces[rank]
+        assert layout.of_owner(rank) == list(range(len(matrices)))
+        for number, (shape, first, rows) in enumerate(matrices):
+            parts = [part for part in layout.whole(rank) if part.matrix == number]
+            found = joined(gathered[part.at : part.at + part.size(layout.matrices)] for part in parts)
+            assert found == numbers[number].reshape(-1, shape[-1])[first : first + rows].flatten().tolist()
+
+
+def test_without_owners_every_rank_has_all():
+    for shards, rows, other in itertools.product(range(1, 5), range(1, 7), (1, 2, 5)):
+        experts = [((other, 3, 4), expert * 3, 3) for expert in range(other)]
+        check_gathered([((rows, 2), 0, rows), *experts, ((other, 3), 0, other)], shards)
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_small_matrices_in_every_way(shards, replicas):

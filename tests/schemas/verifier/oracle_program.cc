@@ -157,6 +157,7 @@ class Reader {
         return;
       case kUpdateCopyIn:
       case kAllToAll:
+      case kUpdateGather:
       case kOrthogonalize:
       case kUpdateApply:
         return Exchanged(i);
@@ -399,8 +400,8 @@ class Reader {
     sums_[dst] = std::move(sum);
   }
 
-  // A buffer of an exchange says of each matrix: an update, one at its owner, a result there, a result.
-  enum class Word : std::uint8_t { kUpdate, kUpdateAtOwner, kResultAtOwner, kResult };
+  // A buffer of an exchange says of each matrix: rows of an update, all of it, all of the result, rows of it.
+  enum class Word : std::uint8_t { kUpdate, kWholeUpdate, kWholeResult, kResult };
   using Words = std::map<std::int32_t, Word>;
 
   void Exchanged(const Instruction& i) {
@@ -437,16 +438,21 @@ class Reader {
       if (!under_way_.insert(i.exchange).second) Problem("exchanged_twice");
     } else if (i.kind == InstructionKind::kAllToAll) {
       plan_.buffers[i.src].role == BufferRole::kUpdatePieces
-          ? move(src, dst, Word::kUpdate, Word::kUpdateAtOwner)
-          : move(src, dst, Word::kResultAtOwner, Word::kResult);
+          ? move(src, dst, Word::kUpdate, Word::kWholeUpdate)
+          : move(src, dst, Word::kWholeResult, Word::kResult);
+      if (matrices.front().owner < 0) Problem("no_owner");
+    } else if (i.kind == InstructionKind::kUpdateGather) {
+      move(src, dst, Word::kUpdate, Word::kWholeUpdate);
+      if (matrices.front().owner >= 0) Problem("has_owner");
     } else if (i.kind == InstructionKind::kOrthogonalize) {
       const auto word = words_[dst].find(i.matrix);
-      const bool is_there = word != words_[dst].end() && word->second == Word::kUpdateAtOwner;
-      is_there ? static_cast<void>(word->second = Word::kResultAtOwner) : Problem("wrong_word");
+      const bool is_there = word != words_[dst].end() && word->second == Word::kWholeUpdate;
+      is_there ? static_cast<void>(word->second = Word::kWholeResult) : Problem("wrong_word");
       reads.push_back(dst);
     } else {
+      const Word result = matrices.front().owner < 0 ? Word::kWholeResult : Word::kResult;
       for (std::int32_t m = 0; m < count; ++m) {
-        if (!words_[src].contains(m) || words_[src][m] != Word::kResult) Problem("wrong_word");
+        if (!words_[src].contains(m) || words_[src][m] != result) Problem("wrong_word");
       }
       words_[src].clear();
       if (under_way_.erase(i.exchange) == 0) Problem("applied_twice");

@@ -138,6 +138,11 @@ TEST(Oracle, AgreesOnEveryInstructionRemovedSwappedOrDoubled) {
     CompareAllSmallChanges(test::Fsdp2LikePlan(options), "owners " + std::to_string(bits), tally);
     if (HasFatalFailure()) return;
   }
+  for (const int parameters : {1, 2}) {
+    const test::SmallPlanOptions options{.parameters = parameters, .on_all = true};
+    CompareAllSmallChanges(test::Fsdp2LikePlan(options), "on all " + std::to_string(parameters), tally);
+    if (HasFatalFailure()) return;
+  }
   for (const int bits : {0, 3, 4, 8, 13, 26, 31}) {
     test::SmallFsdp1Options options;
     options.units = 1;  // record_stream multiplies the orders
@@ -171,6 +176,7 @@ TEST(Oracle, AgreesOnGoodPlansWithRandomChanges) {
     options.reshard_to_shards = random() % 4 == 0;
     if (options.reshard_to_shards) options.parameters = 2;
     options.owners = random() % 4 == 0;
+    options.on_all = !options.owners && options.replicas == 1 && random() % 4 == 0;
     Plan plan = test::Fsdp2LikePlan(options);
     if (seed % 3 == 0) {
       test::SmallFsdp1Options fsdp1;

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <iterator>
 #include <string_view>
@@ -172,7 +173,8 @@ Status ApplyOptimizer(const std::optional<std::string>& text, Strategy& strategy
 
 // The words of --muon-owners.
 constexpr std::string_view kNoOwners = "none", kOverShards = "shards", kOverReplicas = "replicas",
-                           kDistMuon = "dist_muon";
+                           kDistMuon = "dist_muon", kOnAll = "all";
+constexpr std::array kOwnerWords = {kNoOwners, kOverShards, kOverReplicas, kDistMuon, kOnAll};
 
 Status ApplyMuon(const PlanFlags& flags, Strategy& strategy) {
   if (flags.muon_matrices.empty() && !flags.muon_owners && flags.muon_bucket.empty() &&
@@ -189,12 +191,13 @@ Status ApplyMuon(const PlanFlags& flags, Strategy& strategy) {
   if (!flags.muon_matrices.empty()) muon.matrices = flags.muon_matrices;
   if (flags.muon_owners) {
     const std::string& owners = *flags.muon_owners;
-    if (owners != kNoOwners && owners != kOverShards && owners != kOverReplicas && owners != kDistMuon) {
-      return BadFlag("--muon-owners", owners,
-                     fmt::format("{}, {}, {} or {}", kNoOwners, kOverShards, kOverReplicas, kDistMuon));
-    }
+    if (std::ranges::find(kOwnerWords, owners) == kOwnerWords.end())
+      return BadFlag("--muon-owners", owners, fmt::format("one of {}", fmt::join(kOwnerWords, ", ")));
     muon.compute.clear();
-    if (owners != kNoOwners) muon.compute = {{.parameters = {}, .over_replicas = owners == kOverReplicas}};
+    if (owners != kNoOwners)
+      muon.compute = {{.parameters = {},
+                       .compute = owners == kOnAll ? MatrixCompute::kReplicated : MatrixCompute::kOwned,
+                       .over_replicas = owners == kOverReplicas}};
     muon.dist_muon = owners == kDistMuon;
   }
   muon.begin_in_backward = muon.begin_in_backward || flags.muon_in_backward;
@@ -330,13 +333,14 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
   group.Option("--optimizer", flags.optimizer,
                fmt::format("{}; then any of {} (default: PyTorch's), {}", OptimizerWords(),
                            ImplementationWords(", "), ArgumentWords()));
-  group.Option("--muon-matrices", flags.muon_matrices,
-               "With --optimizer muon: parameters that Muon steps, FQNs or patterns (default: those that the trace "
-               "marks)");
+  group.Option(
+      "--muon-matrices", flags.muon_matrices,
+      "With --optimizer muon: parameters that Muon steps, FQNs or patterns (default: those that the trace "
+      "marks)");
   group.Option("--muon-owners", flags.muon_owners,
                fmt::format("The ranks that may have a matrix whole: {} (default: torch.optim.Muon on "
-                           "DTensors), {}, {} (of HSDP) or {} (torchtitan's)",
-                           kNoOwners, kOverShards, kOverReplicas, kDistMuon));
+                           "DTensors), {}, {} (of HSDP), {} (torchtitan's); or {}: every rank has every one",
+                           kNoOwners, kOverShards, kOverReplicas, kDistMuon, kOnAll));
   group.Option("--muon-bucket", flags.muon_bucket,
                "Matrices that are exchanged together, patterns joined by commas; once for each bucket "
                "(default: one of all)");

@@ -13,6 +13,12 @@
 //
 // With replicas the group's ranks are replica * shards + shard. On the way there an owner gets its matrices
 // from its own replica; on the way back every rank of the group gets its rows.
+//
+// Without owners every rank gets all pieces, and pads its own to the length of the first rank's, which has
+// the most rows of every parameter. One matrix of three rows on two ranks, its last row padded:
+//
+//   rank 0   pieces  a[0:2]       whole  a[0:2] | a[2:3] -
+//   rank 1   pieces  a[2:3] -     whole  a[0:2] | a[2:3] -
 #pragma once
 
 #include <cstdint>
@@ -23,6 +29,9 @@
 #include "shardplan/schemas/quantity.h"
 
 namespace shardplan {
+
+// Whether its matrices have an owner each; without, every rank has all of them whole.
+bool HasOwners(const Exchange& exchange);
 
 enum class ExchangeDirection : std::uint8_t { kToOwners, kToShards };
 
@@ -41,14 +50,14 @@ class ExchangeLayout {
 
   // Elements of a matrix that a rank of the group holds.
   std::int64_t PieceNumel(std::size_t matrix, std::int64_t rank) const;
-  // Elements that `from` sends to `to`.
+  // With owners: elements that `from` sends to `to`.
   std::int64_t SentNumel(ExchangeDirection direction, std::int64_t from, std::int64_t to) const;
   // The first of them in the buffer of `from`. An owner's replicas get the same rows.
   std::int64_t SentFirst(ExchangeDirection direction, std::int64_t from, std::int64_t to) const;
-  // Elements of a rank's update_pieces and update_whole.
+  // Elements of a rank's update_pieces, with padding, and update_whole.
   std::int64_t PiecesNumel(std::int64_t rank) const;
   std::int64_t WholeNumel(std::int64_t rank) const;
-  // The rank whose update_whole is the largest; of several the first.
+  // The rank whose update_whole is the largest; the first one of several.
   std::int64_t LargestOwner() const;
 
  private:
@@ -69,12 +78,12 @@ ExchangeTraffic TrafficOf(const Plan& plan, const Exchange& exchange, ExchangeDi
 // ... of an all_to_all instruction.
 ExchangeTraffic TrafficOf(const Plan& plan, const Instruction& all_to_all);
 ExchangeDirection DirectionOf(const Plan& plan, const Instruction& all_to_all);
-// The tensor of a collective instruction, as costs have it: FullTensorOf's, or that of an exchange.
+// The tensor of a collective instruction, as costs have it: FullTensorOf's, or that of an all_to_all.
 Bytes TensorBytesOf(const Plan& plan, const Instruction& collective);
 
 // kBadInput, with the parameter's FQN: a matrix that Muon does not step, that is not cut by rows over the
 // exchange's ranks, or whose owner is outside of the group. Or rows of a parameter that no matrix or several
-// have, or a parameter in two exchanges.
+// have, a parameter in two exchanges, or an exchange where some matrices have an owner and some have none.
 Status CheckExchanges(const Plan& plan);
 
 }  // namespace shardplan

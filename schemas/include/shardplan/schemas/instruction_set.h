@@ -212,8 +212,9 @@ inline constexpr auto kFields = std::to_array<Fields>({
     {kHostWait,           "host_wait",            F::kOrder,       P::kHost,         {},                                                             {},                                                               0},
     {kUpdateCopyIn,       "update_copy_in",       F::kOptimizer,   P::kStream,       {},                                                             {kWrite, RolesIn({kUpdatePieces})},                               0},
     {kAllToAll,           "all_to_all",           F::kCollective,  P::kStream,       {kRead, kUpdates},                                              {kWrite, kUpdates},                                               0},
+    {kUpdateGather,       "update_gather",        F::kCollective,  P::kStream,       {kRead, RolesIn({kUpdatePieces})},                              {kWrite, RolesIn({kUpdateWhole})},                                0},
     {kOrthogonalize,      "orthogonalize",        F::kOptimizer,   P::kStream,       {},                                                             {kReadWrite, RolesIn({kUpdateWhole})},                            0},
-    {kUpdateApply,        "update_apply",         F::kOptimizer,   P::kStream,       {kRead, RolesIn({kUpdatePieces})},                              {},                                                               0},
+    {kUpdateApply,        "update_apply",         F::kOptimizer,   P::kStream,       {kRead, kUpdates},                                              {},                                                               0},
     {kOptimizerStep,      "optimizer_step",       F::kOptimizer,   P::kStreamOrHost, {},                                                             {},                                                               FieldsIn({O::kUnit, O::kParameter})},
     {kZeroGrad,           "zero_grad",            F::kOptimizer,   P::kHost,         {},                                                             {},                                                               FieldsIn({O::kUnit})},
 });
@@ -266,6 +267,7 @@ inline constexpr auto kEffects = std::to_array<Effects>({
     {kHostWait,           L::kNone,   E::kHostWaits,  V::kNone,         A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
     {kUpdateCopyIn,       L::kNone,   E::kNone,       V::kSteps,        A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
     {kAllToAll,           L::kNone,   E::kMeets,      V::kSteps,        A::kNone,   M::kNone,           C::kAllToAll,       R::kNone,       ""},
+    {kUpdateGather,       L::kNone,   E::kMeets,      V::kSteps,        A::kNone,   M::kNone,           C::kAllGather,      R::kNone,       ""},
     {kOrthogonalize,      L::kNone,   E::kNone,       V::kSteps,        A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
     {kUpdateApply,        L::kNone,   E::kNone,       V::kSteps,        A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
     {kOptimizerStep,      L::kNone,   E::kNone,       V::kSteps,        A::kNone,   M::kNone,           kNo,                R::kNone,       ""},
@@ -316,7 +318,9 @@ inline constexpr auto kSays = std::to_array<Says>({
      "of the exchange's matrices: the momentum takes in the gradient, and this rank's rows of the update go "
      "to their owners' places"},
     {kAllToAll, "pieces to their owners, or an owner's result to all ranks that have rows of it"},
-    {kOrthogonalize, "`matrix` of the exchange, in place, by `segment`: on its owner alone"},
+    {kUpdateGather, "of an exchange without owners: every rank gets the pieces of all"},
+    {kOrthogonalize,
+     "`matrix` of the exchange, in place, by `segment`: on its owner alone, without owners on every rank"},
     {kUpdateApply, "of the exchange's matrices: this rank's rows of the parameters take in the update"},
     {kOptimizerStep,
      "of all units, of one, or of one parameter of one (ranks without a piece of it do nothing)"},
@@ -352,7 +356,7 @@ inline constexpr auto kTable = [] {
                 .event = has.family == InstructionFamily::kOrder,
                 .communicator = has.family == InstructionFamily::kCollective,
                 .segment = has.family == InstructionFamily::kCompute || has.kind == kOrthogonalize,
-                .exchange = has.kind == kUpdateCopyIn || has.kind == kAllToAll ||
+                .exchange = has.kind == kUpdateCopyIn || has.kind == kAllToAll || has.kind == kUpdateGather ||
                             has.kind == kOrthogonalize || has.kind == kUpdateApply,
                 .optional = has.optional,
                 .lifetime = does.lifetime,

@@ -215,7 +215,8 @@ struct ModelPasses {
 // [Note: exchanges]
 // A matrix optimizer needs whole matrices, and every rank has rows of each. An exchange gives each of its
 // matrices to one rank, its owner, and brings the result back: update_copy_in, all_to_all, orthogonalize,
-// all_to_all, update_apply (exchanges.h says what lies where).
+// all_to_all, update_apply. An exchange without owners gives all of its matrices to every rank, and nothing
+// goes back: update_copy_in, update_gather, orthogonalize, update_apply (exchanges.h says what lies where).
 struct ExchangedMatrix {
   UnitId unit = -1;
   std::int32_t parameter = -1;  // index into Unit::parameters
@@ -223,12 +224,14 @@ struct ExchangedMatrix {
   // dimension): one of a batch of experts', say. 0 rows: all.
   std::int64_t first_row = 0;
   std::int64_t rows = 0;
-  std::int32_t owner = 0;  // rank in the communicator's group
+  // Rank in the communicator's group; -1: every rank. All matrices of an exchange have an owner or none has.
+  std::int32_t owner = -1;
   bool operator==(const ExchangedMatrix&) const = default;
 };
 struct Exchange {
   std::string name;  // "muon.0"
-  // The ranks that shard the parameters; or these and the replicas of them (HSDP), replicas outermost.
+  // The ranks that shard the parameters; or, with owners, these and the replicas of them (HSDP), replicas
+  // outermost.
   CommunicatorId communicator = -1;
   DType dtype = DType::kBFloat16;  // of what is sent
   std::vector<ExchangedMatrix> matrices;
@@ -260,8 +263,9 @@ enum class InstructionKind : std::uint8_t {
   kHostWait,        // host waits for event
   kUpdateCopyIn,    // shards of gradients and momentum -> dst (update_pieces)
   kAllToAll,        // src -> dst: pieces to their owners, or an owner's rows to the ranks that shard them
-  kOrthogonalize,   // dst (update_whole) in place: one matrix, on its owner alone
-  kUpdateApply,     // src (update_pieces) -> shards of parameters
+  kUpdateGather,    // src (update_pieces) -> dst (update_whole), without owners: every rank gets all pieces
+  kOrthogonalize,   // dst (update_whole) in place: one matrix, on its owner alone; without owners on each
+  kUpdateApply,     // src (update_pieces; without owners update_whole) -> shards of parameters
   kOptimizerStep,   // of all units (unit = -1), of one, or of one parameter of one
   kZeroGrad,        // sharded gradients are dropped
 };

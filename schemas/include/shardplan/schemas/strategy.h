@@ -235,8 +235,9 @@ struct ActivationOffload {
 // The arguments of torch.optim that decide what it allocates. Numbers (lr, betas, dampening) change nothing.
 // The place where a matrix optimizer has a whole matrix (ComputeLayout of torchtitan's flex_shard).
 enum class MatrixCompute : std::uint8_t {
-  kSharded,  // nowhere: torch.optim.Muon on DTensors, which redistribute for each product
-  kOwned,    // on one rank, its owner (Owned; with block_rows, BlockShard)
+  kSharded,     // nowhere: torch.optim.Muon on DTensors, which redistribute for each product
+  kOwned,       // on one rank, its owner (Owned; with block_rows, BlockShard)
+  kReplicated,  // on every rank of those that shard it, each of which computes it
 };
 
 std::string_view Name(MatrixCompute compute);
@@ -247,7 +248,8 @@ struct MatrixRule {
   MatrixCompute compute = MatrixCompute::kOwned;
   // owned: also over the replicas of HSDP, so that each matrix is computed once; else once in each replica.
   bool over_replicas = false;
-  // owned: every so many rows are a matrix of their own (BlockShard(0, rows)). 0: the whole parameter is one.
+  // Owned or replicated: every so many rows are a matrix of their own (BlockShard(0, rows)). 0: the whole
+  // parameter is one.
   // A parameter of three dimensions is a batch of matrices without it.
   std::int64_t block_rows = 0;
   std::optional<std::int32_t> owner;  // of every one of them; none: the least loaded rank

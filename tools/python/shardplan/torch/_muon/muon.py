@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sp.Muon: torch.optim.Muon, in which each matrix is whole on the rank that a plan says.
+"""sp.Muon: torch.optim.Muon, in which each matrix is whole on the rank that a plan says, or on every one.
 
 [Note: equal bits] The momentum, the cast to the exchange's dtype and the update of the parameter are torch.optim.Muon's
 own operations, element by element, on the rows that the rank has. The iterations are torch's function on the whole
@@ -125,10 +125,20 @@ class _Step:
 
         self.streams.collective(instruction.stream, (src, dst), call)
 
+    def update_gather(self, instruction: Instruction) -> None:
+        src, dst = instruction.src, instruction.dst
+        source, target = self.tensors[src.name], self.tensors[dst.name]
+        group = instruction.exchange.group
+        self.streams.collective(
+            instruction.stream,
+            (src, dst),
+            lambda async_op: dist.all_gather_into_tensor(target, source, group, async_op),
+        )
+
     def orthogonalize(self, instruction: Instruction) -> None:
         exchange, number = instruction.exchange, instruction.matrix
         matrix, parameter = exchange.layout.matrices[number], exchange.parameters[number]
-        if matrix.owner != exchange.rank or parameter.grad is None:
+        if matrix.owner not in (exchange.rank, None) or parameter.grad is None:
             return
         whole, group = self.tensors[instruction.dst.name], self.groups[id(parameter)]
         with self.streams.on(instruction.stream):
@@ -143,9 +153,9 @@ class _Step:
 
     def update_apply(self, instruction: Instruction) -> None:
         exchange = instruction.exchange
-        pieces = self.tensors[instruction.src.name]
+        results = self.tensors[instruction.src.name]
         with self.streams.on(instruction.stream):
-            for part in exchange.pieces:
+            for part in exchange.results:
                 parameter, matrix = exchange.parameters[part.matrix], exchange.layout.matrices[part.matrix]
                 if parameter.grad is None:
                     continue
@@ -153,14 +163,14 @@ class _Step:
                 lr = _to_scalar(group["lr"])
                 adjusted = _adjust_lr(lr, group["adjust_lr_fn"], torch.Size((matrix.rows, matrix.columns)))
                 rows = _local_rows(parameter, part)
-                update = pieces[part.at : part.at + part.size(exchange.layout.matrices)].view(rows.shape)
+                update = results[part.at : part.at + part.size(exchange.layout.matrices)].view(rows.shape)
                 rows.mul_(1 - lr * group["weight_decay"])
                 rows.add_(update.to(torch.bfloat16), alpha=-adjusted)  # the dtype of torch's update
         for parameter in exchange.parameters:
             torch.autograd.graph.increment_version(parameter)
 
     def optimizer_step(self, instruction: Instruction) -> None:
-        """A matrix without an owner: torch's own step, on DTensors."""
+        """A matrix that no rank has whole: torch's own step, on DTensors."""
         parameter: Any = instruction.parameter
         if parameter.grad is None:
             return
@@ -230,7 +240,8 @@ class Muon(Optimizer):
     or what load_plan returned; the call is collective then.
     params: as torch.optim.Muon's, the same matrices in groups; None: one group.
     The other arguments, param_groups and state are torch.optim.Muon's. An expert's matrix in a parameter of three
-    dimensions is a matrix like others. A matrix without an owner is stepped as torch.optim.Muon steps it on DTensors.
+    dimensions is a matrix like others. A matrix that no rank has whole is stepped as torch.optim.Muon steps it, on
+    DTensors.
 
     The plan says which parameters Muon steps. All others have an optimizer of their own, AdamW say. Raises PlanError,
     naming the parameter, where plan and model differ; ValueError for params that are not the plan's.

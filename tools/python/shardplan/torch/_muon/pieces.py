@@ -9,6 +9,10 @@ Two ranks, matrices A and C of owner 0, B of owner 1; A0 are the rows of A that 
 `there` takes the parts of the pieces to the owners, `back` takes the parts of the whole to the shards. With replicas
 each rank of the group owns matrices of its own. All replicas have the same rows, so a shard sends to the owners in its
 replica only. Owners send to all replicas.
+
+Without owners every rank gathers all pieces, padded to the length of the first rank's, and reads its results there:
+
+    pieces on rank 1   | A1 B1 - |            whole on each    | A0 B0 | A1 B1 - |
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+PIECES, WHOLE = "update_pieces", "update_whole"  # roles of the buffers
+
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
     """Rows first_row to first_row + rows of a parameter that is seen as [numel / columns, columns]."""
 
     shape: tuple[int, ...]  # of the parameter, which is cut along dimension 0 as torch.chunk cuts
-    owner: int
+    owner: int | None  # None: every rank has it whole
     first_row: int
     rows: int
 
@@ -59,9 +65,14 @@ class Layout:
     ranks: int
     shards: int
 
-    def _parts(self, order: list[tuple[int, int]]) -> list[Part]:
-        """order: (shard, matrix) as they lie in the buffer."""
-        parts, at = [], 0
+    @property
+    def owned(self) -> bool:
+        """All matrices of an exchange have an owner, or none has."""
+        return self.matrices[0].owner is not None
+
+    def _parts(self, order: list[tuple[int, int]], at: int = 0) -> list[Part]:
+        """order: (shard, matrix) as they lie in the buffer, from `at` on."""
+        parts = []
         for shard, number in order:
             matrix = self.matrices[number]
             begin, end = matrix.rows_of_shard(shard, self.shards)
@@ -72,19 +83,40 @@ class Layout:
                 at += rows * matrix.columns
         return parts
 
-    def of_owner(self, owner: int) -> list[int]:
-        """Its matrices."""
-        return [number for number, matrix in enumerate(self.matrices) if matrix.owner == owner]
+    def of_owner(self, rank: int) -> list[int]:
+        """The matrices that the rank has whole."""
+        return [number for number, matrix in enumerate(self.matrices) if matrix.owner in (rank, None)]
 
     def pieces(self, rank: int) -> list[Part]:
         """The parts of `update_pieces` in order: owner by owner, this rank's rows of the owner's matrices."""
-        shard = rank % self.shards
-        return self._parts([(shard, number) for owner in range(self.ranks) for number in self.of_owner(owner)])
+        shard, owners = rank % self.shards, range(self.ranks) if self.owned else [rank]
+        return self._parts([(shard, number) for owner in owners for number in self.of_owner(owner)])
 
-    def whole(self, owner: int) -> list[Part]:
-        """The parts of `update_whole` in order: shard by shard, its rows of this owner's matrices."""
-        own = self.of_owner(owner)
+    def _gathered(self, shard: int) -> list[Part]:
+        """Without owners: the shard's parts of `update_whole`."""
+        return self._parts([(shard, number) for number in range(len(self.matrices))], shard * self.padded)
+
+    @property
+    def padded(self) -> int:
+        """Without owners: the length of every rank's pieces. The first rank has the most rows of each parameter."""
+        return self.size(self.pieces(0))
+
+    def whole(self, rank: int) -> list[Part]:
+        """The parts of `update_whole` in order: shard by shard, its rows of the rank's matrices."""
+        if not self.owned:
+            return [part for shard in range(self.shards) for part in self._gathered(shard)]
+        own = self.of_owner(rank)
         return self._parts([(shard, number) for shard in range(self.shards) for number in own])
+
+    def results(self, rank: int) -> list[Part]:
+        """This rank's rows of the results: in `update_pieces`, without owners in `update_whole`."""
+        return self.pieces(rank) if self.owned else self._gathered(rank)
+
+    def sizes(self, rank: int) -> dict[str, int]:
+        """Lengths of the rank's buffers, by role."""
+        if not self.owned:
+            return {PIECES: self.padded, WHOLE: self.padded * self.ranks}
+        return {PIECES: self.size(self.pieces(rank)), WHOLE: self.size(self.whole(rank))}
 
     def size(self, parts: list[Part]) -> int:
         return sum(part.size(self.matrices) for part in parts)

@@ -21,8 +21,7 @@ from .._model.fit import ModelParameter
 from .._parameters.rules import torch_dtype
 from .pieces import Layout, Matrix, Part
 
-_OF_EXCHANGES = ("update_copy_in", "all_to_all", "orthogonalize", "update_apply")
-_PIECES, _WHOLE = "update_pieces", "update_whole"
+_OF_EXCHANGES = ("update_copy_in", "all_to_all", "update_gather", "orthogonalize", "update_apply")
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,7 +40,7 @@ class Exchange:
         self.whole: dict[int, list[Part]] = {number: [] for number in layout.of_owner(rank)}
         for part in layout.whole(rank):
             self.whole[part.matrix].append(part)
-        self.sizes = {_PIECES: layout.size(self.pieces), _WHOLE: layout.size(layout.whole(rank))}
+        self.results, self.sizes = layout.results(rank), layout.sizes(rank)
         self.there, self.back, self.sent_there = layout.there(rank), layout.back(rank), layout.sent_there(rank)
         self.replicas = layout.ranks // layout.shards
 
@@ -179,12 +178,13 @@ class _Binding:
             where = f"parameter {fqn} (exchange {description['name']})"
             if fqn not in self.parameters:
                 raise PlanError(f"{where}: Muon does not step it in this plan")
-            if not 0 <= entry["owner"] < ranks:
-                raise PlanError(f"{where}: its owner is rank {entry['owner']} of the {ranks} ranks that exchange")
+            owner = entry.get("owner")
+            if owner is not None and not 0 <= owner < ranks:
+                raise PlanError(f"{where}: its owner is rank {owner} of the {ranks} ranks that exchange")
             over = unit.get("shard_communicator")
             shards = 1 if over is None else communicators[_find(communicators, over)]["size"]
             rows = entry.get("rows") or math.prod(shape[:-1])
-            matrix = Matrix(tuple(shape), entry["owner"], entry.get("first_row", 0), rows)
+            matrix = Matrix(tuple(shape), owner, entry.get("first_row", 0), rows)
             _check_placement(where, self.parameters[fqn], shape, matrix, group.rank() % shards, shards)
             all_shards.add(shards)
             matrices.append(matrix)
@@ -193,6 +193,8 @@ class _Binding:
         if len(all_shards) > 1 or ranks % max(all_shards):
             sharded = " and ".join(map(str, sorted(all_shards)))
             raise PlanError(f"exchange {description['name']}: over {ranks} ranks, of parameters over {sharded}")
+        if len({matrix.owner is None for matrix in matrices}) > 1:
+            raise PlanError(f"exchange {description['name']}: some of its matrices have an owner, and some have none")
         dtype = torch_dtype(description.get("dtype", "bfloat16"))
         return Exchange(Layout(tuple(matrices), ranks, all_shards.pop()), group.rank(), group, dtype, parameters)
 
