@@ -30,12 +30,14 @@ StorageId LargestStorage(const Plan& plan) {
   return largest;
 }
 
-// By unit: do forwards say where they read it? Plans made of points (without the model's operators) need not say it.
+// By unit: do forwards say where they read it? Plans made of points (without the model's operators) need not
+// say it.
 std::vector<char> UnitsThatForwardsRead(const Plan& plan) {
   const auto has_operator = [](const Segment& segment) {
-    return segment.phase != SegmentPhase::kOptimizer && std::ranges::any_of(segment.entries, [](const SegmentEntry& entry) {
-      return std::holds_alternative<OperatorEvent>(entry);
-    });
+    return segment.phase != SegmentPhase::kOptimizer &&
+           std::ranges::any_of(segment.entries, [](const SegmentEntry& entry) {
+             return std::holds_alternative<OperatorEvent>(entry);
+           });
   };
   std::vector<char> said(plan.units.size(), std::ranges::any_of(plan.segments, has_operator) ? 1 : 0);
   for (const Segment& segment : plan.segments) {

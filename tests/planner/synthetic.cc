@@ -185,8 +185,8 @@ void AddMuon(Trace& trace, const std::vector<std::pair<std::int64_t, std::int64_
   std::set<std::vector<std::int64_t>> known;
   for (Parameter& parameter : trace.parameters) {
     if (parameter.shape.size() < 2) continue;
-    parameter.muon =
-        parameter.requires_grad && !parameter.fqn.starts_with("embed") && !parameter.fqn.starts_with("lm_head");
+    parameter.muon = parameter.requires_grad && !parameter.fqn.starts_with("embed") &&
+                     !parameter.fqn.starts_with("lm_head");
     const std::vector<std::int64_t> shape(parameter.shape.end() - 2, parameter.shape.end());
     if (!known.insert(shape).second) continue;
     trace.optimizer_steps.push_back(MuonStepOf(shape, 1, 1, next));

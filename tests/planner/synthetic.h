@@ -33,7 +33,8 @@ Trace LayeredTrace(int layers, std::int64_t rows, std::int64_t columns, std::int
 inline constexpr std::int64_t kFlopsOfIterations = 40'000'000;
 TracedOptimizerStep MuonStepOf(const std::vector<std::int64_t>& shape, std::int64_t ranks,
                                std::int64_t replicas, StorageId& next);
-// Muon's steps of every matrix on one rank and on these: shards and replicas. Muon's are all but embed and lm_head.
+// Muon's steps of every matrix on one rank and on these: shards and replicas. Muon's are all but embed and
+// lm_head.
 void AddMuon(Trace& trace, const std::vector<std::pair<std::int64_t, std::int64_t>>& ranks);
 
 Cluster ClusterOf(std::int64_t ranks);

@@ -221,16 +221,8 @@ CommunicatorId MuonStep::CommunicatorOf(const Matrix& matrix, bool over_replicas
     copy.name += "_update";
     return add(std::move(copy));
   }
-  const auto dims_of = [&](CommunicatorId id) {
-    const Communicator& of = communicators[static_cast<std::size_t>(id)];
-    return of.dims.empty() ? std::vector<CommunicatorDim>{{of.size, of.stride}} : of.dims;
-  };
-  Communicator both{.name = communicators[static_cast<std::size_t>(replicate)].name + "_" +
-                            communicators[static_cast<std::size_t>(shard)].name};
-  both.dims = dims_of(replicate);
-  std::ranges::copy(dims_of(shard), std::back_inserter(both.dims));
-  for (const CommunicatorDim& dim : both.dims) both.size *= dim.size;
-  both.stride = both.dims.back().stride;
+  Communicator both = ReplicasOfShards(communicators[static_cast<std::size_t>(replicate)],
+                                       communicators[static_cast<std::size_t>(shard)]);
   if (own) both.name += "_update";
   return add(std::move(both));
 }

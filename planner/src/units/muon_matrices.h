@@ -11,8 +11,8 @@
 
 namespace shardplan {
 
-// Where a strategy names no matrices, Muon's are those that the trace marks: the tracer knows what a module is
-// (tools/python/shardplan/tracer/muon_matrices.py), and records their steps. A batch of matrices, of three
+// If a strategy names no matrices, Muon's are those that the trace marks: the tracer knows what a module
+// is (tools/python/shardplan/tracer/muon_matrices.py), and records their steps. A batch of matrices, of three
 // dimensions, is Muon's where a rule gives it owners.
 
 // The strategy with FQNs in Muon::matrices where it has none, and as it is without Muon. Errors are

@@ -277,8 +277,7 @@ inline constexpr Definition kDefinition<Muon> = {
     .says = "torch.optim.Muon for some parameters; the kind of the optimizer steps the rest."};
 template <>
 inline constexpr auto kFields<Muon> = FieldList(
-    Optional("matrices", &Muon::matrices,
-             "FQNs or patterns. Left out: those that the trace marks."),
+    Optional("matrices", &Muon::matrices, "FQNs or patterns. Left out: those that the trace marks."),
     Optional("nesterov", &Muon::nesterov, "Nesterov momentum."),
     Optional("ns_steps", &Muon::ns_steps, "Newton-Schulz iterations.").AtLeast(1),
     Optional("compute", &Muon::compute, "Where matrices are whole; one that no rule matches is sharded."),

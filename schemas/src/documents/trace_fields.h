@@ -85,8 +85,7 @@ inline constexpr auto kFields<Parameter> = FieldList(
     Optional("any_grad_dtype", &Parameter::any_grad_dtype,
              "Its gradients stay as autograd makes them (Tensor.grad_dtype is None)."),
     Optional("shared_with", &Parameter::shared_with, "The other FQNs of a tied parameter."),
-    Optional("placements", &Parameter::placements,
-             "Of a DTensor parameter, outermost mesh dimension first."),
+    Optional("placements", &Parameter::placements, "Of a DTensor parameter, outermost mesh dimension first."),
     Optional("muon", &Parameter::muon, "Muon steps it, unless a strategy names others."));
 
 template <>

@@ -330,9 +330,10 @@ void AddPlanFlags(CLI::App& command, PlanFlags& flags) {
   group.Option("--optimizer", flags.optimizer,
                fmt::format("{}; then any of {} (default: PyTorch's), {}", OptimizerWords(),
                            ImplementationWords(", "), ArgumentWords()));
-  group.Option("--muon-matrices", flags.muon_matrices,
-               "With --optimizer muon: parameters that Muon steps, FQNs or patterns (default: those that the trace "
-               "marks)");
+  group.Option(
+      "--muon-matrices", flags.muon_matrices,
+      "With --optimizer muon: parameters that Muon steps, FQNs or patterns (default: those that the trace "
+      "marks)");
   group.Option("--muon-owners", flags.muon_owners,
                fmt::format("The ranks that may have a matrix whole: {} (default: torch.optim.Muon on "
                            "DTensors), {}, {} (of HSDP) or {} (torchtitan's)",
