@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wall time of an optimizer step of Muon: sp.Muon by a plan's exchanges next to torch.optim.Muon, on the same FSDP2
-parameters of a GPT of about 100 million parameters, and on CPU ranks next to both what the simulator predicts. On CPU
-ranks (Gloo), or with SHARDPLAN_TEST_DEVICE=cuda on GPUs.
+parameters of a GPT of about 100 million parameters. On CPU ranks (Gloo) the simulator predicts both, too. With
+SHARDPLAN_TEST_DEVICE=cuda on GPUs.
 
     .venv/bin/python tests/benchmarks/bench_muon_step.py [--ranks 4] [--steps 5] [--blocks-each 12] [--cluster FILE]
 

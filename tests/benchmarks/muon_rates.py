@@ -75,7 +75,7 @@ def _collective(kind: str, size_bytes: int) -> Callable[[], object]:
 
 
 class Rates:
-    """Of the ranks of the default group."""
+    """Measured by the default group's ranks."""
 
     def __init__(self, trace: dict, exchanged_bytes: int) -> None:
         self._machine = Machine(torch.device("cpu"), float("inf"), samples=1)

@@ -669,7 +669,7 @@ Choice Effective(const Job& job, Choice choice) {
     choice.owners = owners.empty() ? none.owners : owners.front();
   if (owners.empty() || choice.owners == none.owners) choice.exchanges = none.exchanges;
   if (!job.muon.may_begin_in_backward || choice.owners == none.owners ||
-      choice.owners == MuonOwners::kDistMuon)
+      choice.owners == MuonOwners::kDistMuon || choice.owners == MuonOwners::kAll)
     choice.exchanged_in_backward = none.exchanged_in_backward;
   choice.exchanges =
       std::clamp(choice.exchanges, 1, std::max(1, static_cast<std::int32_t>(job.muon.matrices.size())));

@@ -221,16 +221,8 @@ CommunicatorId MuonStep::CommunicatorOf(const Matrix& matrix, bool over_replicas
     copy.name += "_update";
     return add(std::move(copy));
   }
-  const auto dims_of = [&](CommunicatorId id) {
-    const Communicator& of = communicators[static_cast<std::size_t>(id)];
-    return of.dims.empty() ? std::vector<CommunicatorDim>{{of.size, of.stride}} : of.dims;
-  };
-  Communicator both{.name = communicators[static_cast<std::size_t>(replicate)].name + "_" +
-                            communicators[static_cast<std::size_t>(shard)].name};
-  both.dims = dims_of(replicate);
-  std::ranges::copy(dims_of(shard), std::back_inserter(both.dims));
-  for (const CommunicatorDim& dim : both.dims) both.size *= dim.size;
-  both.stride = both.dims.back().stride;
+  Communicator both = ReplicasOfShards(communicators[static_cast<std::size_t>(replicate)],
+                                       communicators[static_cast<std::size_t>(shard)]);
   if (own) both.name += "_update";
   return add(std::move(both));
 }
@@ -254,7 +246,8 @@ std::vector<Exchange> MuonStep::ExchangesOf(const std::vector<Matrix>& matrices)
   for (const Matrix& matrix : matrices) {
     const UnitParameter& parameter = ParameterOf(matrix);
     const MatrixRule& rule = *RuleOf(muon, parameter);
-    const CommunicatorId communicator = CommunicatorOf(matrix, rule.over_replicas, muon.begin_in_backward);
+    const bool early = muon.begin_in_backward && rule.compute == MatrixCompute::kOwned;
+    const CommunicatorId communicator = CommunicatorOf(matrix, rule.over_replicas, early);
     grouped[{BucketOf(muon, parameter), communicator, ExchangeDType(muon, parameter), rule.compute}]
         .push_back(matrix);
   }
@@ -465,6 +458,7 @@ std::vector<MuonStep::Matrix> MuonStep::AllExchanged() const {
 std::vector<MuonStep::ReadyExchange> MuonStep::Ready(const std::set<UnitId>& reduced) {
   std::vector<ReadyExchange> ready;
   for (Exchange& exchange : ExchangesOf(AllExchanged())) {
+    if (!HasOwners(exchange)) continue;
     std::set<UnitId> units;
     for (const ExchangedMatrix& matrix : exchange.matrices) units.insert(matrix.unit);
     const bool began = std::ranges::any_of(begun_, [&](const Passage& passage) {

@@ -11,7 +11,7 @@
 
 namespace shardplan {
 
-// Where a strategy names no matrices, Muon's are those that the trace marks: the tracer knows what a module
+// If a strategy names no matrices, Muon's are those that the trace marks: the tracer knows what a module
 // is (tools/python/shardplan/tracer/muon_matrices.py), and records their steps. A batch of matrices, of three
 // dimensions, is Muon's where a rule gives it owners.
 

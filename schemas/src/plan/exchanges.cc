@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -222,6 +223,20 @@ std::int64_t ExchangeLayout::LargestOwner() const {
     if (owned > most.second) most = {owner, owned};
   }
   return most.first;
+}
+
+Communicator ReplicasOfShards(const Communicator& replicas, const Communicator& shards) {
+  Communicator both{.name = replicas.name + "_" + shards.name};
+  for (const Communicator* of : {&replicas, &shards}) {
+    if (of->dims.empty()) {
+      both.dims.push_back({of->size, of->stride});
+    } else {
+      std::ranges::copy(of->dims, std::back_inserter(both.dims));
+    }
+  }
+  both.size = replicas.size * shards.size;
+  both.stride = both.dims.back().stride;
+  return both;
 }
 
 ExchangeTraffic TrafficOf(const Plan& plan, const Exchange& exchange, ExchangeDirection direction) {

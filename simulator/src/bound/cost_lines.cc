@@ -126,6 +126,17 @@ std::int64_t SlopeBelow(const CostModel& costs, const Cluster& cluster, Collecti
   return static_cast<std::int64_t>(std::min<Int128>(least, Int128{1} << 62));
 }
 
+Result<CollectiveCost> CostOfTraced(const CostModel& costs, const Cluster& cluster, const Communicator& group,
+                                    std::int64_t world_size, const ModelCollective& collective, Bytes size) {
+  if (RanksSpanned(group) > kMaxRanks) return MakeInputError("/communicators", "too many ranks", group.name);
+  const std::vector<GroupPlacement> placements = PlaceGroups(cluster, group, world_size);
+  return costs.Collective({.kind = collective.kind,
+                           .ranks = group.size,
+                           .placements = placements,
+                           .full_tensor_bytes = size,
+                           .busiest_ppm = collective.busiest_ppm});
+}
+
 // A size at which no kernel is as short as the overhead of one, and rounding is nothing.
 std::int64_t CopySlope(const CostModel& costs) {
   constexpr std::int64_t kManyBytes = std::int64_t{1} << 40;

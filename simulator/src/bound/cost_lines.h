@@ -8,7 +8,9 @@
 #include <tuple>
 
 #include "shardplan/schemas/cluster.h"
+#include "shardplan/schemas/error.h"
 #include "shardplan/schemas/plan.h"
+#include "shardplan/schemas/trace.h"
 #include "shardplan/simulator/cost_model.h"
 
 namespace shardplan::internal {
@@ -46,6 +48,10 @@ CostLines LinesBelow(const CostModel& costs, const Cluster& cluster, CollectiveK
 std::int64_t SlopeBelow(const CostModel& costs, const Cluster& cluster, CollectiveKind kind,
                         const Communicator& communicator, std::int64_t world_size, std::int64_t least_bytes,
                         std::int64_t most_bytes);
+
+// A collective of the model. kBadInput: its ranks are too many.
+Result<CollectiveCost> CostOfTraced(const CostModel& costs, const Cluster& cluster, const Communicator& group,
+                                    std::int64_t world_size, const ModelCollective& collective, Bytes size);
 
 // A kernel that moves that many bytes takes at least bytes * slope / kSlopeScale.
 std::int64_t CopySlope(const CostModel& costs);

@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "bound/cost_lines.h"
+#include "bound/muon_work.h"
 #include "bound/step_parts.h"
 #include "cost/operator_costs.h"
 #include "cost/optimizer_cost.h"
@@ -194,8 +195,8 @@ class StepWorkBuilder {
   void AddCollective(const OperatorEvent& op, const Transfers& moved) {
     ++collective_kernels_;
     const Result<CollectiveCost> cost =
-        CollectiveCostOf(trace_.communicators[op.collective->communicator], *op.collective,
-                         std::max(moved.sent, moved.received));
+        internal::CostOfTraced(*costs_, job_.cluster, trace_.communicators[op.collective->communicator],
+                               job_.world_size, *op.collective, std::max(moved.sent, moved.received));
     if (!cost) return;
     StepWork::Parts::ModelCollective added{
         .op = operators() - 1, .duration_ns = cost->duration_ns.value, .loads = cost->loads};
@@ -214,18 +215,6 @@ class StepWorkBuilder {
     collective.until = operators();
     std::erase_if(under_way_, [&](const auto& other) { return other.second.op == collective.op; });
     work_.model_collectives.push_back(collective);
-  }
-
-  Result<CollectiveCost> CollectiveCostOf(const Communicator& group, const ModelCollective& collective,
-                                          Bytes size) const {
-    if (RanksSpanned(group) > kMaxRanks)
-      return MakeInputError("/communicators", "too many ranks", group.name);
-    const std::vector<GroupPlacement> placements = PlaceGroups(job_.cluster, group, job_.world_size);
-    return costs_->Collective({.kind = collective.kind,
-                               .ranks = group.size,
-                               .placements = placements,
-                               .full_tensor_bytes = size,
-                               .busiest_ppm = collective.busiest_ppm});
   }
 
   static void Mark(std::vector<std::int64_t>& positions, std::int64_t position) {
@@ -358,136 +347,6 @@ class StepWorkBuilder {
     return line;
   }
 
-  // Muon's step of one of a parameter's matrices, as traced for so many shards. Null: it is not.
-  const TracedOptimizerStep* TracedMuon(const shardplan::Parameter& parameter, std::int64_t shards) const {
-    const std::vector<std::int64_t> matrix(parameter.shape.end() - 2, parameter.shape.end());
-    return TracedMuonStep(trace_, *job_.strategy.optimizer.muon, shards, 1, matrix, parameter.dtype);
-  }
-
-  bool IsMuons(const shardplan::Parameter& parameter) const {
-    return MuonSteps(job_.strategy.optimizer, parameter.fqn, parameter.shared_with);
-  }
-
-  // Muon's iterations, shared evenly by all ranks: some rank does no less. A step that is not traced counts
-  // nothing.
-  Nanoseconds NewtonSchulz() const {
-    internal::OperatorCosts costs(*costs_);
-    std::map<const TracedOptimizerStep*, Nanoseconds> known;
-    Nanoseconds in_all;
-    for (const shardplan::Parameter& parameter : trace_.parameters) {
-      const TracedOptimizerStep* step = IsMuons(parameter) ? TracedMuon(parameter, 1) : nullptr;
-      if (step == nullptr) continue;
-      const auto [found, added] = known.try_emplace(step);
-      for (const SegmentEntry& entry : step->orthogonalize) {
-        const auto* op = std::get_if<OperatorEvent>(&entry);
-        if (added && op != nullptr) found->second += costs.Of(*op).duration_ns;
-      }
-      in_all += found->second * (parameter.shape.size() == 3 ? parameter.shape[0] : 1);
-    }
-    return {in_all.value / job_.world_size};
-  }
-
-  // The time of the traced step's collectives, for which its compute stream waits.
-  Nanoseconds CollectivesOf(const TracedOptimizerStep& step, const Communicator& shards) const {
-    Nanoseconds in_all;
-    for (const std::vector<SegmentEntry>* part : {&step.update, &step.orthogonalize, &step.apply}) {
-      for (const SegmentEntry& entry : *part) {
-        const auto* op = std::get_if<OperatorEvent>(&entry);
-        if (op == nullptr || !op->collective || op->collective->communicator != kOfShards) continue;
-        const Result<CollectiveCost> cost =
-            CollectiveCostOf(shards, *op->collective, op->collective->size_bytes);
-        if (cost) in_all += op->duration_ns.value >= 0 ? op->duration_ns : cost->duration_ns;
-      }
-    }
-    return in_all;
-  }
-
-  // [Note: links of a matrix optimizer]
-  // A matrix that no rank has whole goes to its owner, but for the largest piece, and comes back. A mean
-  // rank's part takes no less than the least slope of all_to_all says (TrafficOf), whatever the buckets: L in
-  // all. A matrix without an owner has the collectives of its traced step instead, of no less than k times as
-  // long. Both may go on at once, so plans that divide the matrices take at least the least of
-  // max(L x, k L (1 - x)) over x, which is L k / (1 + k).
-  //
-  // A matrix that every rank gathers takes the stream of exchanges, too, for no less than g times as long as
-  // with an owner. So the exchanges' part is at least a L x with a = min(1, g), and the bound a L k / (a +
-  // k).
-  //
-  // Nothing is counted for replicas, among which each matrix has one owner or several, and for blocks of
-  // rows, which a rank may have whole.
-  Nanoseconds MatricesOnLinks() const {
-    constexpr std::int64_t kBytesOfElement = 2;  // bfloat16; nothing smaller is exchanged
-    const bool in_blocks = std::ranges::any_of(job_.strategy.optimizer.muon->compute,
-                                               [](const MatrixRule& rule) { return rule.block_rows > 0; });
-    if (in_blocks || unit_of_mesh_.size() != 1 || unit_of_mesh_[0]->replicate_communicator >= 0) return {};
-    const std::int64_t ranks = work_.meshes[0].shards;
-    if (ranks <= 1) return {};
-    std::map<const TracedOptimizerStep*, Nanoseconds> known;
-    const Communicator& shards = job_.communicators[unit_of_mesh_[0]->shard_communicator];
-    struct Moving {
-      std::int64_t bytes = 0;
-      std::int64_t whole_bytes = 0;
-      Nanoseconds without_owner{-1};  // -1: it has one
-    };
-    std::vector<Moving> matrices;
-    Int128 bytes = 0, padded_bytes = 0;  // padded: of all matrices, whole
-    for (const shardplan::Parameter& parameter : trace_.parameters) {
-      if (!IsMuons(parameter)) continue;
-      Int128 padded = kBytesOfElement * ((parameter.shape[0] + ranks - 1) / ranks * ranks);
-      for (std::size_t d = 1; d < parameter.shape.size(); ++d) padded *= parameter.shape[d];
-      padded_bytes += padded;
-      if (parameter.shape.size() != 2 || SizeBytes(parameter.dtype) < kBytesOfElement) continue;
-      const std::int64_t rows = parameter.shape[0];
-      const std::int64_t largest = std::min(rows, (rows + ranks - 1) / ranks);
-      Moving& matrix = matrices.emplace_back();
-      matrix.whole_bytes = rows * parameter.shape[1] * kBytesOfElement;
-      // One byte less: the mean of a bucket is rounded.
-      matrix.bytes = std::max<std::int64_t>(
-          (rows - largest) * parameter.shape[1] * kBytesOfElement / (ranks - 1) - 1, 0);
-      bytes += matrix.bytes;
-      const TracedOptimizerStep* step = rows < ranks ? nullptr : TracedMuon(parameter, ranks);
-      if (step == nullptr) continue;
-      const auto [found, added] = known.try_emplace(step);
-      if (added) found->second = CollectivesOf(*step, shards);
-      matrix.without_owner = found->second;
-    }
-    if (bytes == 0) return {};
-    const std::int64_t least =
-        std::max<std::int64_t>(1, std::ranges::min(matrices, {}, &Moving::bytes).bytes);
-    const auto most = static_cast<std::int64_t>(std::min<Int128>(2 * bytes + 2, Int128{1} << 50));
-    // Exchanges follow one another on a stream, so their times add up. None is smaller than a matrix. The
-    // way there may be under the backward where they may begin there.
-    const int ways = job_.strategy.optimizer.muon->begin_in_backward ? 1 : 2;
-    const std::int64_t per_byte =
-        ways * internal::SlopeBelow(*costs_, job_.cluster, CollectiveKind::kAllToAll, shards, job_.world_size,
-                                    least, most);
-    const auto on_links = [&](Int128 moved) {
-      return static_cast<std::int64_t>(moved * per_byte / internal::kSlopeScale);
-    };
-    const std::int64_t gathered_per_byte = internal::SlopeBelow(
-        *costs_, job_.cluster, CollectiveKind::kAllGather, shards, job_.world_size,
-        std::max<std::int64_t>(1, std::ranges::min(matrices, {}, &Moving::whole_bytes).whole_bytes),
-        static_cast<std::int64_t>(std::min<Int128>(padded_bytes, Int128{1} << 50)));
-    constexpr std::int64_t kMillion = 1'000'000;
-    const auto ratio_ppm = [&](Int128 other_ns, const Moving& matrix) {
-      const Int128 ppm = other_ns * kMillion / (on_links(matrix.bytes) + 1);
-      return static_cast<std::int64_t>(std::min<Int128>(ppm, Int128{1} << 40));
-    };
-    std::int64_t exchanged_ppm = kMillion;  // a
-    std::int64_t least_ppm = -1;            // k, of matrices that torch.optim.Muon may step
-    for (const Moving& matrix : matrices) {
-      if (matrix.bytes == 0) continue;
-      const Int128 gathered_ns = Int128{matrix.whole_bytes} * gathered_per_byte / internal::kSlopeScale;
-      exchanged_ppm = std::min(exchanged_ppm, ratio_ppm(gathered_ns, matrix));
-      if (matrix.without_owner.value < 0) continue;
-      const std::int64_t ratio = ratio_ppm(matrix.without_owner.value, matrix);
-      least_ppm = least_ppm < 0 ? ratio : std::min(least_ppm, ratio);
-    }
-    const Int128 all = Int128{on_links(bytes)} * exchanged_ppm;
-    if (least_ppm < 0 || all == 0) return {static_cast<std::int64_t>(all / kMillion)};
-    return {static_cast<std::int64_t>(all * least_ppm / (Int128{exchanged_ppm} + least_ppm) / kMillion)};
-  }
-
   // Pieces are padded, so the first rank has no less than its share of the parameters: less what is left free
   // between those of a flat one, 16 bytes at most. The first rank may have frozen elements alone of a flat
   // parameter that is frozen in part.
@@ -512,8 +371,10 @@ class StepWorkBuilder {
     }
     const OptimizerCost cost = CostOf(optimizer, {trained_bytes}, 1);
     if (trained_bytes > 0) work_.optimizer_ns = costs_->DeviceCopy(cost.read_bytes, cost.written_bytes);
-    if (all_train && optimizer.muon)
-      work_.optimizer_ns = std::max(work_.optimizer_ns + NewtonSchulz(), MatricesOnLinks());
+    if (all_train && optimizer.muon) {
+      const Unit* mesh = unit_of_mesh_.size() == 1 ? unit_of_mesh_[0] : nullptr;
+      work_.optimizer_ns = internal::LeastMuonTime(trace_, job_, *costs_, mesh, work_.optimizer_ns);
+    }
     work_.static_bytes.value = shard_bytes + state_bytes;
     work_.least_memory.value = work_.static_bytes.value + gradient_bytes;
     const Host& host = job_.cluster.host;

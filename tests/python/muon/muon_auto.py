@@ -81,14 +81,15 @@ def compare(case: Case) -> str:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        if left := [str(warning.message) for warning in said if step > 0 or "cannot be planned" in str(warning.message)]:
-            return f"step {step}: {left[0]}"
-        for fqn, parameter in alone.items():
-            parameter.grad = whole(model.get_parameter(fqn).grad).clone()
-        for optimizer in (muon, rest):
-            optimizer.step()
-            optimizer.zero_grad()
+            for fqn, parameter in alone.items():
+                parameter.grad = whole(model.get_parameter(fqn).grad).clone()
+            for optimizer in (muon, rest):
+                optimizer.step()
+                optimizer.zero_grad()
         single.step()
+        texts = [str(warning.message) for warning in said]
+        if left := [text for text in texts if "cannot be planned" in text]:
+            return f"step {step}: {left[0]}"
     for fqn, parameter in alone.items():
         if not torch.equal(whole(model.get_parameter(fqn)), parameter):
             return f"{fqn}: not that of one process"

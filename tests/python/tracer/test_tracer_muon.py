@@ -52,6 +52,8 @@ def test_matrices_of_hidden_layers_are_stepped():
         tokens="Embedding", positions="LearnedPositionalEmbedding",
     )  # fmt: skip
     assert shapes(trace) == [(8, 12, True), (32, 8, True)]
+    marked = [entry["fqn"] for entry in trace["parameters"] if entry.get("muon")]
+    assert marked == ["layers.0.attention.output.weight", "layers.0.mlp.weight"]
 
 
 @pytest.mark.parametrize("name", ["lm_head", "output", "head", "unembed", "model.decoder.head"])
@@ -107,6 +109,7 @@ def test_patterns_say_it_otherwise():
     assert shapes(trace, "layers.1.*.weight", "tokens.weight") == [(100, 8, True), (16, 8, True)]
     assert shapes(trace, "class:Embedding") == [(100, 8, True)]
     assert shapes(trace, "layers.0.up.*") == [(32, 8, True)], "a bias beside a matrix"
+    assert [entry.get("muon", False) for entry in trace["parameters"]] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(

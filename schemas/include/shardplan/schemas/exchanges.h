@@ -40,6 +40,9 @@ std::int64_t ColumnsOf(const UnitParameter& parameter);
 std::int64_t RowsOf(const UnitParameter& parameter, const ExchangedMatrix& matrix);
 std::vector<std::int64_t> ShapeOf(const Plan& plan, const ExchangedMatrix& matrix);
 
+// The groups of shards and replicas together, shards side by side: rank = replica * shards + shard.
+Communicator ReplicasOfShards(const Communicator& replicas, const Communicator& shards);
+
 // The rows of an exchange's matrices by rank. The plan has passed CheckExchanges and outlives it.
 class ExchangeLayout {
  public:

@@ -99,9 +99,9 @@ def auto(
     None: what the cluster's device has), for at most `search_seconds`; it may do what `allow` says besides. `loss` is
     of the model's output, for the trace; None: the output's `loss`, else its sum.
     cluster: a document or the name of a shipped one, whose costs the search takes.
-    optimizer: whose states the plan counts, as `shardplan plan --optimizer` has it; the loop's own is the user's.
-    "muon": matrices of hidden layers have owners among all ranks that have rows of them, and shardplan.torch.Muon(model)
-    steps them so; all other parameters have an optimizer of their own, AdamW.
+    optimizer: whose states the plan counts, as `shardplan plan --optimizer` has it; the loop's own is the user's. With
+    "muon" all ranks that have rows of a hidden layer's matrix may own it, and shardplan.torch.Muon(model) follows the
+    plan. Other parameters have an optimizer of their own, AdamW.
     plans: the folder in which plans are kept; None: none are. Default: $SHARDPLAN_PLANS, else the user's cache folder.
     A restart begins with the plan of the same model, arguments, ranks and releases.
     quiet: the line of what planning cost is not printed.

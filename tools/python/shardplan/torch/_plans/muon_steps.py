@@ -12,7 +12,7 @@ _OPTIMIZER = "--optimizer"
 
 
 def is_muon(optimizer: str) -> bool:
-    """As `--optimizer` has it: the name, and words behind it."""
+    """optimizer: the value of `--optimizer`, a name and words behind it."""
     return optimizer.split("-")[0] == "muon"
 
 
