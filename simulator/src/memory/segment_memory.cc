@@ -12,7 +12,7 @@ namespace shardplan::internal {
 namespace {
 
 // The operator whose outputs the allocations from `entry` on are: the first entry behind them.
-std::size_t OperatorAt(const Segment& segment, std::size_t entry) {
+std::size_t NumberOfOperatorAt(const Segment& segment, std::size_t entry) {
   while (entry < segment.entries.size() && std::holds_alternative<AllocateEvent>(segment.entries[entry])) {
     ++entry;
   }
@@ -63,7 +63,8 @@ void SegmentMemory::Run(const Instruction& compute) {
       case ModelAction::kMakesGrad:
         block.requested_bytes = action.bytes;
         block.category = action.category;
-        gradients_.Add(blocks_.Allocate(block), OperatorAt(segment, static_cast<std::size_t>(action.entry)));
+        gradients_.Add(blocks_.Allocate(block),
+                       NumberOfOperatorAt(segment, static_cast<std::size_t>(action.entry)));
         break;
       case ModelAction::kMakes:
         Make(action, block);
@@ -81,7 +82,7 @@ void SegmentMemory::Run(const Instruction& compute) {
 
 // A kernel takes memory before, between and behind its operator's outputs.
 void SegmentMemory::PassKernel(const Segment& segment, std::size_t entry, const MemoryBlock& block) {
-  const std::size_t at = OperatorAt(segment, entry);
+  const std::size_t at = NumberOfOperatorAt(segment, entry);
   const auto* op = at < segment.entries.size() ? std::get_if<OperatorEvent>(&segment.entries[at]) : nullptr;
   if (op == nullptr) return;
   if (entry == at) RunCublas(*op, segment, block);

@@ -33,7 +33,7 @@ OWNED = (*MUON, "--muon-owners", "shards")
         (("--muon-owners", "shards"), 2, "--muon-owners has a value that it does not take (found an optimizer without"),
         (("--muon-in-backward",), 2, "--muon-in-backward has a value that it does not take (found an optimizer with"),
         ((*MUON, "--muon-in-backward"), 2, "(found no owners, to whom matrices could go, expected --muon-owners"),
-        ((*MUON, "--muon-owners", "node"), 2, "(found node, expected none, shards, replicas"),
+        ((*MUON, "--muon-owners", "node"), 2, "(found node, expected one of none, shards, replicas"),
         ((*OWNED[:2], "--muon-matrices", "2.*.weight"), 3, "no parameter has this name (found 2.*.weight"),
         ((*OWNED[:2], "--muon-matrices", "1.0.bias"), 3, "1.0.bias is no matrix that Muon can step (found 1 dim"),
         ((*OWNED, "--muon-bucket", "1.0.weight", "--muon-bucket", "1.*.weight"), 3, "1.0.weight is in two buckets"),

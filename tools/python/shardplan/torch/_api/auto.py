@@ -30,9 +30,8 @@ from .._model.init import Initialize, reset_parameters
 from .._model.skeleton import Skeleton, backends_of
 from .._model.units import Arguments, Strategy, Units, forget_marks
 from .._plans.documents import plan_of
-from .._plans.muon_steps import is_muon
 from .._plans.plan_store import PlanStore, default_folder
-from .._plans.planning import make_plan
+from .._plans.planning import is_muon, make_plan
 from .._replay.applied import ATTRIBUTE
 from .apply import apply_plan
 from .auto_planned import AutoPlanned, Costs

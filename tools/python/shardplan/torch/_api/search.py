@@ -20,8 +20,7 @@ from .._job.arguments import PlanError
 from .._job.first_rank import AgreedMoment, from_first_rank
 from .._model.forwards import described
 from .._plans.documents import plan_of
-from .._plans.muon_steps import with_muon_steps
-from .._plans.planning import asked_memory, make_plan
+from .._plans.planning import asked_memory, make_plan, with_muon_steps
 from .._replay.applied import Applied
 from .auto_planned import AutoPlanned
 from .switch import switch

@@ -19,9 +19,9 @@ from shardplan.files import scratch_folder, write_text
 
 from .._job.arguments import PlanError
 from .._job.native import native
-from .muon_steps import with_muon_steps
 
 _LOOK_S = 0.2
+_OPTIMIZER = "--optimizer"
 
 
 def command() -> str:
@@ -100,3 +100,39 @@ def simulated_report(plan: str) -> dict[str, Any]:
         if code not in (0, 1) or not (here / "report.json").exists():  # 1: it does not fit its device
             raise PlanError(said or f"shardplan simulate: exit code {code}")
         return json.loads((here / "report.json").read_text(encoding="utf-8"))
+
+
+def is_muon(optimizer: str) -> bool:
+    """optimizer: the value of `--optimizer`, a name and words behind it."""
+    return optimizer.split("-")[0] == "muon"
+
+
+def with_muon_steps(trace: dict[str, Any], strategy: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """The trace itself where it has the steps, or neither the strategy nor the arguments of `shardplan plan` have Muon.
+    PlanError: they cannot be recorded."""
+    muon = strategy.get("optimizer", {}).get("muon")
+    named = arguments[list(arguments).index(_OPTIMIZER) + 1] if _OPTIMIZER in arguments else ""
+    if "optimizer_steps" in trace or (muon is None and not is_muon(named)):
+        return trace
+    from shardplan.tracer.errors import TracerError  # take seconds to import
+    from shardplan.tracer.muon_options import NS_STEPS, MuonOptions
+    from shardplan.tracer.muon_steps import optimizer_steps
+
+    muon = muon or {}
+    trains = {entry["fqn"] for entry in trace["parameters"] if entry.get("requires_grad", True)}
+    options = MuonOptions(
+        patterns=tuple(fqn for fqn in muon.get("matrices", ()) if fqn in trains),
+        blocks=tuple(
+            (pattern, rule["block_rows"])
+            for rule in muon.get("compute", ())
+            if "block_rows" in rule
+            for pattern in rule["parameters"]
+        ),
+        ns_steps=muon.get("ns_steps", NS_STEPS),
+        nesterov=muon.get("nesterov", True),
+    )
+    marked = {**trace, "parameters": [dict(entry) for entry in trace["parameters"]]}
+    try:
+        return {**marked, "optimizer_steps": optimizer_steps(marked, options)}
+    except TracerError as error:
+        raise PlanError(f"Muon's step cannot be traced: {error}") from error
