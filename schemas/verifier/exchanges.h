@@ -17,9 +17,8 @@ namespace shardplan::verifier {
 //   optimizer_step  an exchange is copied in, sent, orthogonalised, sent back and applied in this order, each
 //                   once, each matrix once, by a segment of its own; none is under way when a step ends.
 //                   Without owners it is gathered instead of sent, and not sent back
-//   layout          a buffer has room for the pieces or whole matrices of every rank, in the exchange's
-//   dtype;
-//                   results are applied from pieces, without owners from the whole
+//   layout          a buffer has room for the pieces or whole matrices of every rank, in the dtype of the
+//                   exchange; results are applied from pieces, without owners from the whole
 //   reference       an all_to_all or update_gather goes over the exchange's ranks
 class Exchanges {
  public:

@@ -455,18 +455,27 @@ std::vector<MuonStep::Matrix> MuonStep::AllExchanged() const {
   return matrices;
 }
 
-std::vector<MuonStep::ReadyExchange> MuonStep::Ready(const std::set<UnitId>& reduced) {
-  std::vector<ReadyExchange> ready;
+// The exchanges of all matrices that have owners: the same in every step.
+const std::vector<MuonStep::ReadyExchange>& MuonStep::WithOwners() {
+  if (with_owners_) return *with_owners_;
+  with_owners_.emplace();
   for (Exchange& exchange : ExchangesOf(AllExchanged())) {
     if (!HasOwners(exchange)) continue;
     std::set<UnitId> units;
     for (const ExchangedMatrix& matrix : exchange.matrices) units.insert(matrix.unit);
+    with_owners_->push_back({std::move(exchange), std::move(units)});
+  }
+  return *with_owners_;
+}
+
+std::vector<MuonStep::ReadyExchange> MuonStep::Ready(const std::set<UnitId>& reduced) {
+  std::vector<ReadyExchange> ready;
+  for (const ReadyExchange& planned : WithOwners()) {
     const bool began = std::ranges::any_of(begun_, [&](const Passage& passage) {
       return builder_.plan().exchanges[static_cast<std::size_t>(passage.exchange)].matrices ==
-             exchange.matrices;
+             planned.exchange.matrices;
     });
-    if (!began && std::ranges::includes(reduced, units))
-      ready.push_back({std::move(exchange), std::move(units)});
+    if (!began && std::ranges::includes(reduced, planned.units)) ready.push_back(planned);
   }
   return ready;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <tuple>
@@ -77,6 +78,7 @@ class MuonStep {
   CommunicatorId CommunicatorOf(const Matrix& matrix, bool over_replicas, bool own = false);
   bool IsExchanged(const Matrix& matrix) const;
   std::vector<Matrix> AllExchanged() const;
+  const std::vector<ReadyExchange>& WithOwners();
   std::vector<Exchange> ExchangesOf(const std::vector<Matrix>& matrices);
   ExchangeId AddExchange(Exchange exchange);
   void StepWhole(const std::vector<Matrix>& matrices);
@@ -92,6 +94,7 @@ class MuonStep {
   const Partition& partition_;
   ProgramBuilder& builder_;
   std::map<std::tuple<const TracedOptimizerStep*, CommunicatorId, CommunicatorId, bool>, SegmentId> segments_;
+  std::optional<std::vector<ReadyExchange>> with_owners_;
   std::vector<Passage> begun_;  // in this step's backward
 };
 

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from shardplan.tracer.errors import TracerError
-from shardplan.tracer.muon_options import NS_STEPS, MuonOptions, Ranks
+from shardplan.tracer.muon_options import NS_STEPS, MuonOptions, options_of_strategy
 
 NAME = "DistMuon"
 _SHARDS, _REPLICAS = "dp_shard", "dp_replicate"
@@ -46,10 +46,7 @@ def field(config: Any, fqns: list[str]) -> tuple[dict[str, Any], MuonOptions]:
         "buckets": _buckets(factory.get("bucket_configs", ()), fqns),
         "dist_muon": True,
     }
-    blocks = tuple(
-        (fqn, rule["block_rows"]) for rule in muon["compute"] if "block_rows" in rule for fqn in rule["parameters"]
-    )
-    return muon, MuonOptions((Ranks(),), tuple(fqns), blocks, ns_steps, nesterov)
+    return muon, options_of_strategy(muon)
 
 
 def _one(name: str, found: list[Any]) -> Any:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardplan.tracer.errors import UsageProblem
 
@@ -37,6 +39,21 @@ class MuonOptions:
     def named(self) -> str:
         """For `recorded_with` of a trace."""
         return f"muon on {self.device}" + (f", {self.devices_per_host} a host" if self.device == "cuda" else "")
+
+
+def options_of_strategy(muon: Mapping[str, Any]) -> MuonOptions:
+    """muon: optimizer.muon of a strategy, whose owners need the steps of whole matrices."""
+    return MuonOptions(
+        patterns=tuple(muon.get("matrices", ())),
+        blocks=tuple(
+            (pattern, rule["block_rows"])
+            for rule in muon.get("compute", ())
+            if "block_rows" in rule
+            for pattern in rule["parameters"]
+        ),
+        ns_steps=muon.get("ns_steps", NS_STEPS),
+        nesterov=muon.get("nesterov", True),
+    )
 
 
 def _positive(text: str) -> int:

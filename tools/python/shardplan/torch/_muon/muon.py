@@ -307,7 +307,7 @@ class Muon(Optimizer):
         """A hook: this rank's part of the parameter's gradient is there. Collective where an exchange begins."""
         if self._is_outdated():
             return  # the next step follows the other plan, and begins its exchanges
-        if any(parameter is other for beginning in self._in_backward.begun for other in beginning.parameters):
+        if any(id(parameter) in beginning.reductions for beginning in self._in_backward.begun):
             raise RuntimeError(
                 f"shardplan: parameter {self._names[id(parameter)]}: another gradient has come, and its exchange has "
                 "begun with the one before. Call step() behind each "

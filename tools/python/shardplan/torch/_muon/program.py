@@ -262,7 +262,6 @@ class _Binding:
         exchanges = self.document["exchanges"]
         return [self._planned(entry) for entry in exchanges[_find(exchanges, exchange)]["matrices"]]
 
-
     def _instruction(self, entry: dict, buffers: dict[str, Buffer], exchanges: dict[str, Exchange]) -> Instruction:
         streams, kind = self.document["streams"], entry["kind"]
         return Instruction(

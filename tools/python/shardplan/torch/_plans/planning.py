@@ -115,22 +115,12 @@ def with_muon_steps(trace: dict[str, Any], strategy: dict[str, Any], arguments: 
     if "optimizer_steps" in trace or (muon is None and not is_muon(named)):
         return trace
     from shardplan.tracer.errors import TracerError  # take seconds to import
-    from shardplan.tracer.muon_options import NS_STEPS, MuonOptions
+    from shardplan.tracer.muon_options import options_of_strategy
     from shardplan.tracer.muon_steps import optimizer_steps
 
     muon = muon or {}
     trains = {entry["fqn"] for entry in trace["parameters"] if entry.get("requires_grad", True)}
-    options = MuonOptions(
-        patterns=tuple(fqn for fqn in muon.get("matrices", ()) if fqn in trains),
-        blocks=tuple(
-            (pattern, rule["block_rows"])
-            for rule in muon.get("compute", ())
-            if "block_rows" in rule
-            for pattern in rule["parameters"]
-        ),
-        ns_steps=muon.get("ns_steps", NS_STEPS),
-        nesterov=muon.get("nesterov", True),
-    )
+    options = options_of_strategy({**muon, "matrices": [fqn for fqn in muon.get("matrices", ()) if fqn in trains]})
     marked = {**trace, "parameters": [dict(entry) for entry in trace["parameters"]]}
     try:
         return {**marked, "optimizer_steps": optimizer_steps(marked, options)}
