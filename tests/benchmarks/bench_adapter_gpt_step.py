@@ -32,6 +32,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn as nn  # noqa: E402
 from adapter_workers import DEVICE, run_on_ranks  # noqa: E402
 from model import Gpt, GptConfig, loss_fn  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 
 CONFIG = GptConfig(vocabulary=16_384, context=64, layers=12, heads=12, width=768)
 BATCH, SEQUENCE = 1, 64
@@ -42,12 +43,12 @@ def big_gpt() -> nn.Module:
     return Gpt(CONFIG)
 
 
-def with_fsdp2(model: nn.Module) -> nn.Module:
+def with_fsdp2(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def finish() -> None:

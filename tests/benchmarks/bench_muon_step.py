@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wall time of an optimizer step of Muon: sp.Muon by a plan's exchanges next to torch.optim.Muon, on the same FSDP2
 parameters of a GPT of about 100 million parameters. On CPU ranks (Gloo) the simulator predicts both, too. With
-SHARDPLAN_TEST_DEVICE=cuda on GPUs.
+SHARDPLAN_TEST_DEVICE=cuda on GPUs, and there torchtitan's DistMuon, which takes CUDA alone, is beside them: in the same
+buckets, with its own owners. Without a GPU that runs on the device in software (docs/internals/device.md).
 
     .venv/bin/python tests/benchmarks/bench_muon_step.py [--ranks 4] [--steps 5] [--blocks-each 12] [--cluster FILE]
+    SHARDPLAN_TEST_DEVICE=cuda dev/on_device build/dev/device/libshardplan_device.so \\
+        .venv/bin/python tests/benchmarks/bench_muon_step.py
 
-Both step in the same processes, in turn, with the same gradients. Reported are medians over the steps of the slowest
-rank, seconds of CPU of all ranks, and their ratios (below 1: the plan is faster). Seconds of CPU say more on a machine
-that others use. Muon steps the matrices of the blocks, `--blocks-each` of them in an exchange: the rest is frozen.
+All step in the same processes, in turn, with the same gradients. Reported are medians over the steps of the slowest
+rank, seconds of CPU of all ranks, and the plan's ratios to the others (below 1: the plan is faster). Seconds of CPU say
+more on a machine that others use. Muon steps the matrices of the blocks, `--blocks-each` of them in an exchange: the
+rest is frozen.
 
 Predicted is the optimizer's time of both plans on a cluster that the same ranks measure between the steps, one
 operation at a time (muon_rates.py). Nothing is fitted to a step.
@@ -37,8 +41,10 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn as nn  # noqa: E402
 from adapter_workers import DEVICE, run_on_ranks  # noqa: E402
 from bench_adapter_gpt_step import BATCH, CONFIG, SEQUENCE, big_gpt, finish, with_fsdp2  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 OWNERS = {"plan": "shards", "torch": "none"}  # of the plan that says what each optimizer does
+OTHERS = ("torch", "dist_muon") if DEVICE == "cuda" else ("torch",)
 Seconds = tuple[float, float]  # wall, CPU
 
 
@@ -57,14 +63,35 @@ def make_trace(folder: pathlib.Path, ranks: int) -> pathlib.Path:
     return trace
 
 
+def buckets_of(blocks_each: int) -> list[tuple[str, ...]]:
+    """Patterns of each exchange's matrices."""
+    buckets = []
+    for first in range(0, CONFIG.layers, blocks_each):
+        blocks = range(first, min(first + blocks_each, CONFIG.layers))
+        buckets.append(tuple(f"blocks.{n}{each}.weight" for n in blocks for each in (".*", ".*.*")))
+    return buckets
+
+
+def dist_muon(model: nn.Module, blocks_each: int) -> torch.optim.Optimizer:
+    from torchtitan.distributed.flex_shard import build_dist_muon
+    from torchtitan.distributed.flex_shard.optimizer_reshard import BucketConfig, ComputeLayout, Owned
+
+    own = {fqn: parameter for fqn, parameter in model.named_parameters() if parameter.requires_grad}
+    return build_dist_muon(
+        [{"params": list(own.values()), "param_names": list(own)}],
+        compute_sharding_by_fqn={fqn: ComputeLayout({"shard": Owned()}) for fqn in own},
+        bucket_configs=[BucketConfig(patterns) for patterns in buckets_of(blocks_each)],
+        lr=1e-3,
+    )
+
+
 def make_plans(
     folder: pathlib.Path, trace: pathlib.Path, ranks: int, blocks_each: int, cluster: pathlib.Path
 ) -> dict[str, pathlib.Path]:
     """By optimizer."""
     buckets = []
-    for first in range(0, CONFIG.layers, blocks_each):
-        blocks = range(first, min(first + blocks_each, CONFIG.layers))
-        buckets += ["--muon-bucket", ",".join(f"blocks.{n}{each}.weight" for n in blocks for each in (".*", ".*.*"))]
+    for patterns in buckets_of(blocks_each):
+        buckets += ["--muon-bucket", ",".join(patterns)]
     plans = {}
     for name, owners in OWNERS.items():
         plans[name] = folder / f"{cluster.stem}.{name}.json"
@@ -88,9 +115,12 @@ def measure(
     import shardplan.torch as sp
 
     torch.manual_seed(7)
-    model = with_fsdp2(muon_gpt().to(DEVICE))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    model = with_fsdp2(muon_gpt().to(DEVICE), mesh)
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizers = {"plan": sp.Muon(model, plan=plan, lr=1e-3), "torch": torch.optim.Muon(own, lr=1e-3)}
+    if "dist_muon" in OTHERS:
+        optimizers["dist_muon"] = dist_muon(model, blocks_each)
     for parameter in own:
         parameter.grad = torch.randn_like(parameter)
     times: dict[str, list[Seconds]] = {name: [] for name in optimizers}
@@ -103,7 +133,8 @@ def measure(
     for step in range(steps + 1):
         if rates:
             rates.round()
-        for name in list(optimizers) if step % 2 else list(optimizers)[::-1]:
+        names = list(optimizers)
+        for name in names if step % 2 else names[::-1]:
             finish()
             dist.barrier()
             start = time.perf_counter(), time.process_time()
@@ -157,14 +188,18 @@ def main() -> None:
             "wall": [max(of_rank[name][step][0] for of_rank in times) for step in range(steps)],
             "CPU": [sum(of_rank[name][step][1] for of_rank in times) for step in range(steps)],
         }
-        for name in OWNERS
+        for name in ("plan", *OTHERS)
     }
     own = sum(p.numel() for p in muon_gpt().parameters() if p.requires_grad)
     print(f"Muon's step of {own / 1e6:.0f} million parameters, {ranks} ranks, {DEVICE}: seconds")
     for kind in ("wall", "CPU"):
-        ours, theirs = ([f(seconds[name][kind]) for f in (statistics.median, min)] for name in OWNERS)
-        for what, one, other in zip(("median", "fastest"), ours, theirs):
-            print(f"  {kind:4} {what:7} plan {one:7.2f}  torch {other:7.2f}  ratio {one / other:.3f}")
+        for what, of_steps in (("median", statistics.median), ("fastest", min)):
+            ours = of_steps(seconds["plan"][kind])
+            print(f"  {kind:4} {what:7} plan {ours:7.2f}", end="")
+            for name in OTHERS:
+                other = of_steps(seconds[name][kind])
+                print(f"  {name} {other:7.2f}, ratio {ours / other:.3f}", end="")
+            print()
     for name, second in expected.items():
         median = statistics.median(seconds[name]["wall"])
         print(f"  {name:5} predicted {second:7.2f}  measured {median:7.2f}  ratio {second / median:.3f}")
