@@ -44,6 +44,8 @@ inline Cluster RandomCluster(Random& random, std::int64_t ranks) {
   cluster.host.operator_issue_ns = {random.Below(2) * random.Below(2000)};
   cluster.host.collective_issue_ns = {random.Below(1000)};
   cluster.host.runs_kernels = cluster.host.collective_issue_ns.value % 4 == 0;
+  if (cluster.host.collective_issue_ns.value % 3 == 0)
+    cluster.host.optimizer_issue_ns = cluster.host.collective_issue_ns;
   cluster.compute_rate_while_communicating_ppm = 1'000'000 - random.Below(2) * random.Below(900'000);
   cluster.communication_rate_while_computing_ppm = 1'000'000 - random.Below(2) * random.Below(900'000);
   for (const char* name : {"inner", "outer"}) {

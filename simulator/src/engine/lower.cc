@@ -82,9 +82,37 @@ class Lowering {
  private:
   static std::string Text(std::integral auto n) { return std::to_string(n); }
 
+  // Segments of an optimizer's step that `compute` runs: traced on sharded parameters, each operator of
+  // theirs goes through DTensor. An owner's iterations take a plain matrix.
+  void FindSharded() {
+    sharded_.reserve(plan_.segments.size());
+    for (const Segment& segment : plan_.segments)
+      sharded_.push_back(segment.phase == SegmentPhase::kOptimizer);
+    for (const auto& step : plan_.steps) {
+      for (const Trigger& trigger : step.triggers) {
+        for (const Instruction& instruction : trigger.instructions) {
+          if (instruction.kind == InstructionKind::kOrthogonalize)
+            sharded_[static_cast<std::size_t>(instruction.segment)] = false;
+        }
+      }
+    }
+  }
+
+  // What issuing an operator of the segment costs more than one of the model.
+  Nanoseconds BeyondModel(SegmentId segment) const {
+    if (!sharded_[static_cast<std::size_t>(segment)]) return {};
+    return std::max(Nanoseconds{0}, OptimizerIssue(cluster_.host) - cluster_.host.operator_issue_ns);
+  }
+
+  // The host's time to issue an operator; its kernels have it where the host runs them.
+  Nanoseconds IssueOf(SegmentId segment) const {
+    const bool in_kernels = cluster_.host.runs_kernels;
+    return internal::IssueOfOperator(cluster_.host) + (in_kernels ? Nanoseconds{0} : BeyondModel(segment));
+  }
+
   // lag(k) = max(issue of k, lag(k + 1) - duration of k), from the last operator to the first.
   void SetLags(const EngineSegment& run) {
-    const std::int64_t issue_ns = internal::IssueOfOperator(cluster_.host).value;
+    const std::int64_t issue_ns = IssueOf(run.of).value;
     EngineOperator* operators = program_.operators.data() + run.first;
     for (std::int32_t k = run.count - 1; k >= 0; --k) {
       const bool last = k == run.count - 1;
@@ -129,9 +157,12 @@ class Lowering {
     std::size_t entries = 0;
     for (const Segment& segment : plan_.segments) entries += segment.entries.size();
     program_.operators.reserve(entries);
+    FindSharded();
     for (const Segment& segment : plan_.segments) {
       EngineSegment lowered{static_cast<std::int32_t>(program_.operators.size()), 0,
                             static_cast<std::int32_t>(program_.segments.size())};
+      const Nanoseconds issue_ns = IssueOf(lowered.of);
+      const Nanoseconds in_kernel_ns = cluster_.host.runs_kernels ? BeyondModel(lowered.of) : Nanoseconds{0};
       Nanoseconds in_all;
       for (const SegmentEntry& entry : segment.entries) {
         const auto* event = std::get_if<OperatorEvent>(&entry);
@@ -147,10 +178,12 @@ class Lowering {
         }
         const internal::OperatorFacts& facts = operator_costs_.Of(*event);
         if (facts.matmul_flops != 0) AddFlops(event->dtype, facts.matmul_flops);
-        program_.operators.push_back({facts.duration_ns, {}, {}});
-        ++(event->duration_ns.value >= 0 ? program_.measured_operators : program_.modelled_operators);
+        const bool measured = event->duration_ns.value >= 0;
+        program_.operators.push_back(
+            {facts.duration_ns + (measured ? Nanoseconds{0} : in_kernel_ns), {}, {}});
+        ++(measured ? program_.measured_operators : program_.modelled_operators);
         ++lowered.count;
-        in_all += program_.operators.back().duration_ns + internal::IssueOfOperator(cluster_.host);
+        in_all += program_.operators.back().duration_ns + issue_ns;
         if (in_all > longest_ns_) return TooLong("/segments/" + Text(program_.segments.size()));
       }
       SetLags(lowered);
@@ -394,7 +427,7 @@ class Lowering {
     lowered.op = EngineOp::kSegment;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.operand = instruction.segment;
-    lowered.host_ns = internal::IssueOfOperator(cluster_.host);
+    lowered.host_ns = IssueOf(instruction.segment);
     // The unit whose time it is: the one whose gradients it makes, else whose parameters it reads, else in
     // whose forward or backward it runs. The trigger before it may be another unit's.
     const UnitId whose = !segment.grads.empty()   ? segment.grads.front().unit
@@ -652,6 +685,7 @@ class Lowering {
   const Plan& plan_;
   const Cluster& cluster_;
   const CostModel& costs_;
+  std::vector<bool> sharded_;  // by segment
   internal::OperatorCosts operator_costs_;
   internal::CopyCosts copy_costs_;
   const OptimizerSteps optimizer_;
