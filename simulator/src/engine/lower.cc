@@ -98,7 +98,7 @@ class Lowering {
     }
   }
 
-  // What issuing an operator of the segment costs more than one of the model.
+  // An operator of the segment takes so much more to issue than one of the model.
   Nanoseconds BeyondModel(SegmentId segment) const {
     if (!sharded_[static_cast<std::size_t>(segment)]) return {};
     return std::max(Nanoseconds{0}, OptimizerIssue(cluster_.host) - cluster_.host.operator_issue_ns);
