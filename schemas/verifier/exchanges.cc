@@ -94,6 +94,15 @@ void Exchanges::Orthogonalize(const Instruction& i, Position at) {
     Add(Rule::kComputeOrder, at,
         fmt::format("orthogonalize runs {}, which is of the {}", segment.name, Name(segment.phase)));
   }
+  for (const SegmentEntry& entry : segment.entries) {
+    const auto* op = std::get_if<OperatorEvent>(&entry);
+    if (op == nullptr || !op->collective) continue;
+    Add(Rule::kComputeOrder, at,
+        fmt::format("orthogonalize runs {}, which has a collective of its own ({} on {}): nobody else comes",
+                    segment.name, Name(op->collective->kind),
+                    plan_.communicators[op->collective->communicator].name));
+    break;
+  }
   char& done = state.done[i.matrix];
   if (done != 0)
     Add(Rule::kOptimizerStep, at, fmt::format("{} is orthogonalised a second time", MatrixName(matrix)));

@@ -337,6 +337,24 @@ TEST(MuonPlans, ExchangesThatBeginTooEarlyAreFound) {
   EXPECT_FALSE(Verify(plan).empty());
 }
 
+TEST(MuonPlans, ACollectiveInsideOfAnOwnersIterationsIsFound) {
+  Trace trace = MuonModel(1);
+  AddMuon(trace, {});
+  Plan plan = MuonPlanOf(trace, ByOwners(), 2);
+  ASSERT_TRUE(Verify(plan).empty());
+  const auto whole = std::ranges::find(plan.segments, SegmentPhase::kOptimizer, &Segment::phase);
+  ASSERT_NE(whole, plan.segments.end());
+  OperatorEvent op{.name = "c10d.own"};
+  op.collective = ModelCollective{.kind = CollectiveKind::kAllReduce, .communicator = 0, .size_bytes = {64}};
+  whole->entries.emplace_back(op);
+  const std::vector<Violation> found = Verify(plan);
+  ASSERT_FALSE(found.empty());
+  EXPECT_NE(found.front().message.find("orthogonalize runs " + whole->name +
+                                       ", which has a collective of its own (all_reduce on "),
+            std::string::npos)
+      << found.front().message;
+}
+
 TEST(MuonPlans, StepTheMatricesThatTheTraceMarks) {
   Trace trace = MuonModel(2);
   AddMuon(trace, {});

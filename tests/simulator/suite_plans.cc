@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -37,15 +38,31 @@ std::string SpansJson(const Simulation& simulation) {
   return text + "]\n";
 }
 
+std::set<SegmentId> OrthogonalizedBy(const Plan& plan) {
+  std::set<SegmentId> segments;
+  for (const PlanStep& step : plan.steps) {
+    for (const Trigger& trigger : step.triggers) {
+      for (const Instruction& i : trigger.instructions) {
+        if (i.kind == InstructionKind::kOrthogonalize) segments.insert(i.segment);
+      }
+    }
+  }
+  return segments;
+}
+
 // Puts collectives of the model between the operators of every third plan, on a communicator of two ranks.
+// The iterations on a whole matrix have none.
 void AddModelCollectives(std::uint64_t seed, Plan& plan) {
   std::mt19937_64 random(seed);
   const auto below = [&](std::uint64_t n) { return random() % n; };
   if (plan.world_size % 2 != 0) return;
   plan.communicators.push_back({"own", 2, 1});
   const auto own = static_cast<CommunicatorId>(plan.communicators.size() - 1);
+  const std::set<SegmentId> alone = OrthogonalizedBy(plan);
   std::int32_t work = 0;
-  for (Segment& segment : plan.segments) {
+  for (std::size_t s = 0; s < plan.segments.size(); ++s) {
+    if (alone.contains(static_cast<SegmentId>(s))) continue;
+    Segment& segment = plan.segments[s];
     std::vector<SegmentEntry> entries;
     std::vector<std::int32_t> issued;
     for (SegmentEntry& entry : segment.entries) {

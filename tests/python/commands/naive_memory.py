@@ -93,7 +93,7 @@ class Walk:
 
     def pass_by(self, instruction):
         document, kind = self.document, instruction["kind"]
-        if kind == "compute" and self.space == "device":
+        if kind in ("compute", "orthogonalize") and self.space == "device":
             self.segment(
                 document.plan["segments"][document.ref(instruction, "segment")], instruction.get("microbatch", 0)
             )

@@ -22,7 +22,9 @@ COPIES = {
     "copy_in", "copy_out", "reshard_post_forward", "grad_copy_in", "grad_scale", "grad_zero", "grad_cast",
     "grad_accumulate", "copy_to_host", "copy_to_device",
 }
-COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce"}
+COLLECTIVES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
+COLLECTIVES |= {"update_gather": "all_gather"}
+UPDATES = {"update_copy_in", "update_apply"}
 CHAINS, EXCHANGES, TRANSFERS = ("broadcast", "reduce"), ("all_to_all", "gather", "scatter"), ("send", "recv")
 # Data, not code.
 CLASSES = json.loads(
@@ -114,6 +116,7 @@ class Document:
             "event": plan["events"],
             "communicator": [c["name"] for c in plan["communicators"]],
             "segment": [s["name"] for s in plan["segments"]],
+            "exchange": [e["name"] for e in plan.get("exchanges", [])],
         }
         self.names["dst"] = self.names["src"]
         self.positions = {
@@ -137,7 +140,7 @@ class Document:
     def shards_of(self, unit):
         """(parameter, elements, dtype) of every shard of a unit that the optimizer steps, as rank 0 has them."""
         parameters = list(enumerate(unit["parameters"]))
-        trained = [(i, p) for i, p in parameters if p.get("requires_grad", True)]
+        trained = [(i, p) for i, p in parameters if p.get("requires_grad", True) and not p.get("muon", False)]
         ranks = self.ranks_of(unit)
         if unit.get("layout", "per_parameter") == "per_parameter":
             return [(i, piece_of(p, ranks), p.get("dtype", "float32")) for i, p in trained]
@@ -387,6 +390,43 @@ class Costs:
             result[place] = (amount * read, amount * written, kernels_here)
         return result
 
+    def update(self, instruction):
+        """(bytes read, bytes written, kernels) of an exchange's beginning or end on the first rank."""
+        plan = self.document.plan
+        exchange = plan["exchanges"][self.document.ref(instruction, "exchange")]
+        nesterov = plan["strategy"].get("optimizer", {}).get("muon", {}).get("nesterov", True)
+        read = written = kernels = 0
+        for matrix in exchange["matrices"]:
+            unit = self.document.units[self.document.at("unit", matrix["unit"])]
+            parameter = unit["parameters"][matrix["parameter"]]
+            columns = parameter["shape"][-1]
+            first = matrix.get("first_row", 0)
+            end = piece_of(parameter, self.document.ranks_of(unit)) // columns
+            if matrix.get("rows"):
+                end = min(end, first + matrix["rows"])
+            elements = max(0, end - first) * columns
+            if elements == 0:
+                continue
+            dtype = parameter.get("dtype", "float32")
+            own = elements * SIZES[dtype]
+            gradient = elements * SIZES[parameter.get("grad_dtype", dtype)]
+            piece = elements * SIZES[exchange.get("dtype", "bfloat16")]
+            if instruction["kind"] == "update_apply":
+                read, written, kernels = read + 2 * own + piece, written + 2 * own, kernels + 2
+            else:
+                read += (5 if nesterov else 3) * gradient
+                written += (2 if nesterov else 1) * gradient + piece
+                kernels += 3 if nesterov else 2
+        return read, written, kernels
+
+    def issue(self, segment, on_plain_matrix):
+        """(of the host, of the kernel) for each operator."""
+        of_model = self.host.get("operator_issue_ns", 0)
+        of_all = of_model
+        if segment.get("phase", "forward") == "optimizer" and not on_plain_matrix:
+            of_all = max(of_model, self.host.get("optimizer_issue_ns", 0))
+        return (0, of_all - of_model) if self.host.get("runs_kernels") else (of_all, 0)
+
     # -- collectives --
     def placements(self, group):
         """Placement of every group of the communicator: nodes, fewest and most members in a node, groups in one of its
@@ -422,7 +462,7 @@ class Costs:
 
     def collective(self, instruction):
         """(duration, loads of the two links, where the cost is from)"""
-        document, kind = self.document, instruction["kind"]
+        document, kind = self.document, COLLECTIVES[instruction["kind"]]
         whole = document.ref(instruction, "dst" if kind == "all_gather" else "src")
         return self.of_all(kind, document.ref(instruction, "communicator"), document.bytes_of(whole))
 
@@ -790,9 +830,9 @@ def parts_of(document, costs, whole, segment, turns, unit_of_record, works):
                 works[issued["work"]] = done
         elif event[0] == "op":
             if run is None:
-                issue = 0 if costs.host.get("runs_kernels") else costs.host.get("operator_issue_ns", 0)
+                issue, in_kernel = costs.issue(segment, on_plain_matrix=False)
                 run = add("compute", whole.stream, work="compute", unit=unit, host=issue, operators=[])
-            run.operators.append(costs.operator(event))
+            run.operators.append(costs.operator(event) + (in_kernel if event[7] < 0 else 0))
     return items
 
 
@@ -841,14 +881,19 @@ def lower(document, costs, alive, index):
                 items += parts_of(document, costs, item, segment, turns, unit_of_record, works)
                 alive.take(instruction)
                 continue
-            if kind == "compute":
-                item.operators = [costs.operator(e) for e in segment["entries"] if e[0] == "op"]
-                item.host, item.work = (
-                    0 if costs.host.get("runs_kernels") else costs.host.get("operator_issue_ns", 0),
-                    "compute",
-                )
-                item.unit = unit_of_segment(document, segment, item.unit)
+            if kind in ("compute", "orthogonalize"):
+                if kind == "orthogonalize":
+                    segment = document.plan["segments"][document.ref(instruction, "segment")]
+                item.host, in_kernel = costs.issue(segment, kind == "orthogonalize")
+                item.operators = [
+                    costs.operator(e) + (in_kernel if e[7] < 0 else 0) for e in segment["entries"] if e[0] == "op"
+                ]
+                item.work, item.unit = "compute", unit_of_segment(document, segment, item.unit)
+                if kind == "orthogonalize":
+                    exchange = document.plan["exchanges"][document.ref(instruction, "exchange")]
+                    item.unit = document.at("unit", exchange["matrices"][instruction["matrix"]]["unit"])
             elif kind in COLLECTIVES:
+                item.kind = COLLECTIVES[kind]
                 item.host, item.work = costs.host.get("collective_issue_ns", 0), "collective"
                 if costs.host.get("runs_kernels"):
                     whole = sum(document.buffers[document.ref(instruction, "src")]["parts_bytes"])
@@ -876,6 +921,12 @@ def lower(document, costs, alive, index):
                     item.work, item.duration = "compute", costs.move(sum(device[:2]))
                     if costs.host.get("runs_kernels"):
                         item.duration, item.host = item.duration + item.host, 0
+            elif kind in UPDATES:
+                read, written, kernels = costs.update(instruction)
+                issue = costs.host.get("optimizer_issue_ns", 0) or costs.host.get("operator_issue_ns", 0)
+                item.host, item.work, item.duration = issue * kernels, "compute", costs.move(read + written)
+                if costs.host.get("runs_kernels"):
+                    item.duration, item.host = item.duration + item.host, 0
             elif kind == "allocate":
                 item.stream = None
                 item.host = costs.host.get("allocate_ns", 0) * len(
