@@ -22,7 +22,7 @@ def test_this_machine_is_ready(monkeypatch):
         pytest.skip("no executor in this build")
     environment = os.environ | {"SHARDPLAN_PYTHON": sys.executable, "SHARDPLAN_BUILD": str(build_folder())}
     done = subprocess.run(
-        [PROGRAM, "doctor"], capture_output=True, text=True, timeout=280, env=environment, check=False
+        [PROGRAM, "doctor", "--timeout", "240"], capture_output=True, text=True, timeout=1200, env=environment, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line[6:22].strip(): line[:4].strip() for line in done.stdout.splitlines() if line[:4].strip()}
@@ -50,15 +50,15 @@ def test_a_build_without_the_executor_is_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("body", "state", "words"),
+    ("body", "limit", "state", "words"),
     [
-        ("raise OSError('no such library')", "broken", "OSError: no such library"),
-        ("import os; os.abort()", "broken", "ended with code -6"),
-        ("import time; time.sleep(600)", "broken", "did not end within 2 s"),
-        ("return Finding('missing', 'not there')", "missing", "not there"),
+        ("raise OSError('no such library')", 120, "broken", "OSError: no such library"),
+        ("import os; os.abort()", 120, "broken", "ended with code -6"),
+        ("import time; time.sleep(600)", 2, "broken", "did not end within 2 s"),
+        ("return Finding('missing', 'not there')", 120, "missing", "not there"),
     ],
 )
-def test_what_fails_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch, body, state, words):
+def test_what_fails_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch, body, limit, state, words):
     """A checks module with one more check, as a process finds it."""
     package = tmp_path / "shardplan" / "doctor"
     package.mkdir(parents=True)
@@ -73,7 +73,7 @@ def test_what_fails_crashes_or_hangs_is_a_finding(tmp_path, monkeypatch, body, s
     )
     (package / "checks.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    finding = cli._found(Check("odd", None, True, "do this"), 2)
+    finding = cli._found(Check("odd", None, True, "do this"), limit)
     assert isinstance(finding, Finding)
     assert (finding.state, finding.advice) == (state, "do this" if state == "broken" else "")
     assert words in finding.found
