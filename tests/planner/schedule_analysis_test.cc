@@ -137,7 +137,7 @@ TEST(ScheduleAnalysisTest, TheCriticalPathIsALongestOne) {
       next = std::max(next, end[v]);
     }
   }
-  const CriticalPath path = FindCriticalPath(graph, duration);
+  const LongestPath path = FindLongestPath(graph, duration);
   EXPECT_EQ(path.length_ns.value, longest);
   std::int64_t sum = 0;
   for (std::size_t k = 0; k < path.vertices.size(); ++k) {

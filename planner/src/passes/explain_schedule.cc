@@ -60,7 +60,7 @@ class ScheduleExplainer {
   }
 
   std::string CriticalPathText(const InstructionDuration& duration_ns) const {
-    const CriticalPath path = FindCriticalPath(graph_, [&](const ScheduleNode& node) {
+    const LongestPath path = FindLongestPath(graph_, [&](const ScheduleNode& node) {
       return node.instruction < 0 ? Nanoseconds{} : duration_ns(node.trigger, node.instruction);
     });
     std::string text =

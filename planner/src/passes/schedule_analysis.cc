@@ -183,7 +183,7 @@ std::vector<std::int32_t> Barriers(const ScheduleGraph& graph, const std::vector
   return barriers;
 }
 
-CriticalPath FindCriticalPath(const ScheduleGraph& graph,
+LongestPath FindLongestPath(const ScheduleGraph& graph,
                               const std::function<Nanoseconds(const ScheduleNode&)>& duration_ns) {
   const std::size_t count = boost::num_vertices(graph);
   if (count == 0) return {};
@@ -205,7 +205,7 @@ CriticalPath FindCriticalPath(const ScheduleGraph& graph,
       boost::distance_map(boost::make_iterator_property_map(distance.begin(), index))
           .predecessor_map(boost::make_iterator_property_map(predecessor.begin(), index)));
   const auto end = static_cast<std::size_t>(std::ranges::min_element(distance) - distance.begin());
-  CriticalPath path{.length_ns = Nanoseconds{duration_ns(graph[0]).value - distance[end]}, .vertices = {}};
+  LongestPath path{.length_ns = Nanoseconds{duration_ns(graph[0]).value - distance[end]}, .vertices = {}};
   for (std::size_t v = end; v != 0; v = predecessor[v]) {
     path.vertices.push_back(static_cast<std::int32_t>(v));
   }

@@ -30,11 +30,11 @@ std::vector<TriggerRange> MovableRanges(const ScheduleGraph& graph);
 std::vector<std::int32_t> Barriers(const ScheduleGraph& graph, const std::vector<bool>& among);
 
 // A longest path by the vertices' durations: with these, no order of the instructions takes less.
-struct CriticalPath {
+struct LongestPath {
   Nanoseconds length_ns;
   std::vector<std::int32_t> vertices;
 };
-CriticalPath FindCriticalPath(const ScheduleGraph& graph,
+LongestPath FindLongestPath(const ScheduleGraph& graph,
                               const std::function<Nanoseconds(const ScheduleNode&)>& duration_ns);
 
 // The step as GraphViz text, without edges that follow from others: triggers, segments as boxes, instructions

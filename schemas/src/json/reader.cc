@@ -10,8 +10,10 @@ namespace shardplan {
 namespace {
 
 constexpr std::array<std::string_view, kRefKinds> kRefNames = {
-    "",       "module",       "parameter", "tensor", "forward", "backward", "thread",       "place",
-    "stream", "communicator", "unit",      "buffer", "stream",  "event",    "communicator", "segment"};
+    "",       "module", "parameter",    "tensor",       "forward", "backward",
+    "thread", "place",  "stream",       "communicator", "unit",    "buffer",
+    "stream", "event",  "communicator", "segment",      "exchange"};
+static_assert(!kRefNames.back().empty(), "every kind has a name");
 
 std::string_view RefName(RefKind kind) { return kRefNames[static_cast<std::size_t>(kind)]; }
 

@@ -22,7 +22,8 @@ def test_this_machine_is_ready(monkeypatch):
         pytest.skip("no executor in this build")
     environment = os.environ | {"SHARDPLAN_PYTHON": sys.executable, "SHARDPLAN_BUILD": str(build_folder())}
     done = subprocess.run(
-        [PROGRAM, "doctor", "--timeout", "240"], capture_output=True, text=True, timeout=1200, env=environment, check=False
+        [PROGRAM, "doctor", "--timeout", "240"], capture_output=True, text=True, timeout=1200, env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line[6:22].strip(): line[:4].strip() for line in done.stdout.splitlines() if line[:4].strip()}

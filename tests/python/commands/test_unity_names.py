@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names in anonymous namespaces differ within a library: presets compile different numbers of files as one, and every
-number has to do."""
+number has to do. Types outside of them have one definition in all libraries: one program may hold several."""
 
 import collections
 import re
@@ -69,3 +69,40 @@ def test_names_differ_within_a_library(library):
             files[name].add(path.name)
     assert files, "the library has files"
     assert not {name: sorted(where) for name, where in files.items() if len(where) > 1}
+
+
+SPACE = re.compile(r"^namespace ?([\w:]*) \{$|^\}  // namespace.*$", re.MULTILINE)
+TYPE = re.compile(r"^(?:struct|class|enum class) (\w+)(?: final)?(?: : [^;\n]*)? \{$", re.MULTILINE)
+
+
+def named_types(text: str) -> list[str]:
+    """Types of the named namespaces of a file."""
+    found, spaces, at = [], [], 0
+    for space in [*SPACE.finditer(text), None]:
+        if "" not in spaces:
+            within = text[at : space.start() if space else len(text)]
+            found += ["::".join([*spaces, match.group(1)]) for match in TYPE.finditer(within)]
+        if space is None:
+            break
+        at = space.end()
+        if space.group(1) is not None:
+            spaces.append(space.group(1))
+        elif spaces:
+            spaces.pop()
+    return found
+
+
+def test_named_types_are_found():
+    text = "namespace a {\nstruct B final {\n};\nnamespace {\nstruct C {\n};\n}  // namespace\nclass D : public B {\n"
+    assert named_types(text) == ["a::B", "a::D"]
+
+
+def test_a_type_has_one_definition_in_all_libraries():
+    files = collections.defaultdict(list)
+    for folder in ("schemas", "simulator", "planner", "executor", "device", "tools"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".h", ".cc"):
+                for name in named_types(path.read_text()):
+                    files[name].append(str(path.relative_to(ROOT)))
+    assert len(files) > 300
+    assert not {name: where for name, where in files.items() if len(where) > 1}
