@@ -184,7 +184,7 @@ std::vector<std::int32_t> Barriers(const ScheduleGraph& graph, const std::vector
 }
 
 LongestPath FindLongestPath(const ScheduleGraph& graph,
-                              const std::function<Nanoseconds(const ScheduleNode&)>& duration_ns) {
+                            const std::function<Nanoseconds(const ScheduleNode&)>& duration_ns) {
   const std::size_t count = boost::num_vertices(graph);
   if (count == 0) return {};
   // The shortest path with every duration negative is the longest.

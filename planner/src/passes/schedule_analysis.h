@@ -35,7 +35,7 @@ struct LongestPath {
   std::vector<std::int32_t> vertices;
 };
 LongestPath FindLongestPath(const ScheduleGraph& graph,
-                              const std::function<Nanoseconds(const ScheduleNode&)>& duration_ns);
+                            const std::function<Nanoseconds(const ScheduleNode&)>& duration_ns);
 
 // The step as GraphViz text, without edges that follow from others: triggers, segments as boxes, instructions
 // coloured by stream; the style of an edge is its kind.
