@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,7 @@ UNITS = units(LAYER, EXPERTS)
 def raised(call: Callable[[], object]) -> str:
     try:
         call()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -73,6 +74,22 @@ def run(ranks: int) -> dict[str, str]:
     said = {name: raised(call) for name, call in calls.items()}
 
     set_gradients(model, 0)
+    stepped = muon()
+    stepped.step()
+    said["another group"] = raised(lambda: stepped.add_param_group({"params": [model.layer0.scale]}))
+    said["behind it"] = raised(stepped.step)
+    wrong = stepped.state_dict()
+    wrong["state"] = {number: dict(state) for number, state in wrong["state"].items()}
+    wrong["state"][0]["momentum_buffer"] = torch.zeros(3, 3)
+    said["shape of the state"] = raised(lambda: stepped.load_state_dict(wrong))
+    turned = muon(params=stepped.param_groups[0]["params"][::-1])
+    turned.step()
+    said["another order"] = raised(lambda: stepped.load_state_dict(turned.state_dict()))
+    said["copied"] = raised(lambda: copy.deepcopy(stepped))
+    said["pickled"] = raised(lambda: pickle.dumps(stepped))
+    stepped.param_groups[0]["params"].pop(0)
+    said["taken out"] = raised(stepped.step)
+
     model.layer0.tall.grad = torch.zeros(192, 64)
     before = model.layer0.wide.to_local().clone()
     said["gradient"] = raised(good.step)

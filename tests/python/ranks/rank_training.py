@@ -4,6 +4,7 @@ environment."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -31,6 +32,7 @@ def train(plan: str, timeout_s: float | None, steps: int, say) -> None:
 
     torch.manual_seed(0)
     model = sp.apply(ThreeLayers(), plan, timeout=timeout_s)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(model))  # some cycle holds it until the process ends
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
         model(torch.ones(2, WIDTH)).sum().backward()

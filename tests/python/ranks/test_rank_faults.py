@@ -41,6 +41,16 @@ def test_everybody_ends_and_names_the_one_that_did_it(fault, starter, plans, tmp
     assert not outcome.wrong, f"{outcome.wrong}\n{outcome.text}"
 
 
+def test_ranks_whose_model_outlives_its_group_end_in_good_order(plans, tmp_path):
+    started = Starter(build_folder(), timeout_s=60, steps=3).start("hand", "apply", plans["3"], 3, tmp_path / "ranks")
+    try:
+        codes = [process.wait(240) for process in started.processes]
+    finally:
+        started.end()
+    assert codes == [0, 0, 0], started.text()
+    assert "step 2 took" in started.text() and "has died" not in started.text(), started.text()
+
+
 def test_blamed_reads_all_ranks_of_a_message():
     assert blamed("rank 1: ranks 0 to 2 and 5 did not arrive: ...") == {0, 1, 2, 5}
     assert blamed("rank 1: rank 3 has died\nrank 1: rank 3 did not arrive: it has died") == {3}

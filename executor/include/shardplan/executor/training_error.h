@@ -11,9 +11,10 @@ namespace shardplan::executor {
 
 class TrainingError : public std::runtime_error {
  public:
-  // `message`: for a person, safe to print.
+  // `message`: for a person, safe to print. That of an error inside of another has the name already.
   TrainingError(ErrorCode code, const std::string& message)
-      : std::runtime_error("shardplan: " + message), code_(code) {}
+      : std::runtime_error(message.starts_with("shardplan: ") ? message : "shardplan: " + message),
+        code_(code) {}
 
   // kNegative: the model does something else than its plan. kUsage: a call that does not belong there.
   // kEnvironment: a rank died, is stopped or did not come in time; the message names it. kInternal: a bug of

@@ -47,6 +47,8 @@ def peers() -> native.Peers | None:
             dist.PrefixStore("peers", store), dist.get_rank(), dist.get_world_size(), _store_rank(store)
         )
         _watching.add(_peers[group])
+        # A runtime may hold the peers longer than the group lives: whoever destroys the group leaves in good order.
+        weakref.finalize(group, _peers[group].leave)
     return _peers[group]
 
 

@@ -12,13 +12,14 @@ it, its owner does not iterate, and neither momentum nor parameter change. All r
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr, muon
 from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalized
 from torch.optim.optimizer import Optimizer, _to_scalar
@@ -40,6 +41,14 @@ _ARGUMENTS = (
 def _local_rows(tensor: DTensor, part: Part) -> torch.Tensor:
     local = tensor._local_tensor
     return local.view(-1, local.shape[-1])[part.first_local : part.first_local + part.rows]
+
+
+def _words(tensor: torch.Tensor) -> str:
+    """Shape and placements."""
+    if not isinstance(tensor, DTensor):
+        return f"{list(tensor.shape)}, a whole tensor"
+    placements = ", ".join(f"Shard({p.dim})" if isinstance(p, Shard) else "Replicate()" for p in tensor.placements)
+    return f"{list(tensor.shape)} in {placements} over {'x'.join(map(str, tensor.device_mesh.shape))} ranks"
 
 
 def _groups(plan, by_fqn: dict[str, ModelParameter]) -> list[dist.ProcessGroup]:
@@ -283,9 +292,7 @@ class Muon(Optimizer):
         self._names = {id(parameter): fqn for fqn, parameter in own.items()}
         self._shown = {id(found.parameter): fqn for fqn, found in self._by_fqn.items()}
         super().__init__(own.values() if params is None else params, defaults)
-        stepped = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        if left := [fqn for fqn, parameter in own.items() if id(parameter) not in stepped]:
-            raise ValueError(f"shardplan: Muon steps parameter {left[0]} in the plan, and it is not in params")
+        self._check_groups()
         self._streams = self._make_streams()
         self._hooks: list[Any] = []
         self._due: list[_Unchanged] = []  # of the last step
@@ -296,7 +303,13 @@ class Muon(Optimizer):
         for hook in self._hooks:
             hook.remove()
         begun = {id(p): p for beginning in self._program.in_backward for p in beginning.parameters if p.requires_grad}
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._reduced) for parameter in begun.values()]
+        own = weakref.WeakMethod(self._reduced)  # a Muon that is dropped is gone, and so are its exchanges
+
+        def reduced(parameter: nn.Parameter) -> None:
+            if (call := own()) is not None:
+                call(parameter)
+
+        self._hooks = [parameter.register_post_accumulate_grad_hook(reduced) for parameter in begun.values()]
 
     def _start_step(self) -> None:
         self._step = _Step(self._streams)
@@ -310,10 +323,13 @@ class Muon(Optimizer):
         if any(id(parameter) in beginning.reductions for beginning in self._in_backward.begun):
             raise RuntimeError(
                 f"shardplan: parameter {self._names[id(parameter)]}: another gradient has come, and its exchange has "
-                "begun with the one before. Call step() behind each "
-                f"{self._in_backward.counts[id(parameter)]} reductions, or plan without --muon-in-backward"
+                f"begun with the one before. The plan's step reduces {self._in_backward.counts[id(parameter)]} times: "
+                "call step() behind that, or plan without --muon-in-backward"
             )
-        for beginning in self._in_backward.reduced(parameter):
+        ready = self._in_backward.reduced(parameter)
+        if ready:
+            self._check_groups()
+        for beginning in ready:
             self._prepare(beginning.parameters)
             for instruction in beginning.instructions:
                 if instruction.kind == "update_copy_in":
@@ -342,10 +358,24 @@ class Muon(Optimizer):
         parameter = next(iter(self._program.parameters.values()))
         return make_streams(parameter._local_tensor.device, self._program.stream_priorities)
 
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "shardplan: sp.Muon belongs to its model and plan, and is neither copied nor pickled: state_dict() has "
+            "what another one loads"
+        )
+
+    def _check_groups(self) -> None:
+        stepped = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        if left := [fqn for parameter, fqn in self._names.items() if parameter not in stepped]:
+            raise ValueError(
+                f"shardplan: Muon steps parameter {left[0]} in the plan, and it is in none of the groups of parameters"
+            )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if id(parameter) not in self._names:
+                self.param_groups.pop()
                 name = self._shown.get(id(parameter), "that the model does not have")
                 shape = list(parameter.shape)
                 raise ValueError(
@@ -362,7 +392,22 @@ class Muon(Optimizer):
                 f"shardplan: groups of the state have {given} parameters, those of this Muon {own}; the first "
                 f"difference is in group {number}, here of {self._names[id(group[0])]} to {self._names[id(group[-1])]}"
             )
+        self._check_momentum(state_dict)
         super().load_state_dict(state_dict)
+
+    def _check_momentum(self, state_dict: dict[str, Any]) -> None:
+        """The state numbers parameters in the order of the groups."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, (p for group in self.param_groups for p in group["params"])):
+            momentum = state_dict["state"].get(number, {}).get("momentum_buffer")
+            if momentum is None:
+                continue
+            own, given = _words(parameter), _words(momentum)
+            if own != given:
+                raise ValueError(
+                    f"shardplan: parameter {self._names[id(parameter)]}: momentum_buffer of the state expected {own}, "
+                    f"found {given}; torch.distributed.checkpoint cuts one of another grouping or number of ranks anew"
+                )
 
     def _is_outdated(self) -> bool:
         """The model may follow another plan than at the last step."""
@@ -404,6 +449,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_groups()
         self._follow()
         begun = self._in_backward
         try:
