@@ -392,6 +392,17 @@ TEST(MuonPlans, OneRankHasNothingToExchange) {
   EXPECT_TRUE(Verify(plan).empty());
 }
 
+// Each replica has every matrix whole.
+TEST(MuonPlans, ReplicasOfOneRankStepAsDTensorsDo) {
+  Trace trace = MuonModel(2);
+  AddMuon(trace, {{1, 2}});
+  Strategy strategy = ByOwners();
+  strategy.mesh = {{"replicate", 2}, {"shard", 1}};
+  const Plan plan = MuonPlanOf(trace, strategy, 2);
+  EXPECT_TRUE(plan.exchanges.empty());
+  EXPECT_TRUE(Verify(plan).empty());
+}
+
 TEST(MuonPlans, ErrorsNameTheParameter) {
   Trace trace = MuonModel(2);
   AddMuon(trace, {{2, 1}});
@@ -418,10 +429,26 @@ TEST(MuonPlans, ErrorsNameTheParameter) {
   Trace unmarked = trace;
   for (Parameter& parameter : unmarked.parameters) parameter.muon = false;
   EXPECT_NE(MuonErrorOf(unmarked, WithMuon()).find("the trace has no matrix for Muon"), std::string::npos);
-  expect({.ns_steps = 3}, "the trace has no step of Muon for " + up);
+  const std::string not_traced =
+      "the trace has no step of Muon for " + up + ": record it with `shardplan trace ";
+  expect({.ns_steps = 3},
+         not_traced +
+             "--muon 2 --muon-ns-steps 3` (found 192 x 32 in float32: on 1 rank, 5 iterations; on 2 " +
+             "ranks, 5 iterations, expected on 2 ranks, 3 iterations");
+  expect({.nesterov = false}, not_traced + "--muon 2 --no-muon-nesterov`");
+  expect({.compute = {{.parameters = {up}, .block_rows = 3}, {}}},
+         not_traced + "--muon 1 --muon-blocks " + up + "=3` (found 3 x 32 in float32: no step");
+  expect({.matrices = {"embed.*"}}, "record it with `shardplan trace --muon 3 --muon-matrices embed.weight0`",
+         3);
+  expect({.compute = {{}}, .buckets = {{"embed.*"}}},
+         "buckets/0/0: no matrix that Muon steps has this name (found embed.*");
   expect({}, "the trace has no step of Muon for " + up + ": record it with `shardplan trace --muon 4`", 4);
   expect({}, up + " has fewer rows than ranks", 256);
   Strategy strategy = ByOwners();
+  strategy.mesh = {{"replicate", 2}, {"shard", 1}};
+  EXPECT_NE(MuonErrorOf(trace, strategy).find(not_traced + "--muon 2x1`"), std::string::npos)
+      << MuonErrorOf(trace, strategy);
+  strategy = ByOwners();
   strategy.cpu_offload = true;
   EXPECT_NE(MuonErrorOf(trace, strategy).find(up + " lives in host memory"), std::string::npos)
       << MuonErrorOf(trace, strategy);

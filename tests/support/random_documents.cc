@@ -392,6 +392,7 @@ void RepairOptimizer(Optimizer& optimizer) {
   if (optimizer.kind == OptimizerKind::kMuon) optimizer.kind = OptimizerKind::kAdamW;
   if (optimizer.muon) {
     optimizer.in_backward = false;
+    optimizer.maximize = false;
     optimizer.muon->ns_steps = 1 + optimizer.muon->ns_steps % 10;
     if (optimizer.muon->dist_muon) optimizer.muon->begin_in_backward = false;
     for (MatrixRule& rule : optimizer.muon->compute) {

@@ -41,6 +41,11 @@ std::int64_t RowsOfEach(const MatrixRule& rule, const UnitParameter& parameter) 
   return parameter.shape.size() == 3 ? parameter.shape[1] : 0;
 }
 
+// Ranks in the words of `shardplan trace --muon`.
+std::string FlagOf(std::int64_t shards, std::int64_t replicas) {
+  return replicas > 1 ? fmt::format("{}x{}", replicas, shards) : fmt::format("{}", shards);
+}
+
 }  // namespace
 
 MuonStep::MuonStep(const Trace& trace, const Strategy& strategy, const Partition& partition,
@@ -63,12 +68,34 @@ const TracedOptimizerStep* MuonStep::Traced(Ranks ranks, const std::vector<std::
   return TracedMuonStep(trace_, MuonOf(strategy_), ranks.shards, ranks.replicas, shape, dtype);
 }
 
-std::vector<std::vector<std::int64_t>> MuonStep::ShapesOf(const Matrix& matrix) const {
-  const UnitParameter& parameter = ParameterOf(matrix);
-  const MatrixRule* rule = RuleOf(MuonOf(strategy_), parameter);
-  const std::int64_t rows = rule == nullptr ? 0 : RowsOfEach(*rule, parameter);
-  if (rows == 0) return {parameter.shape};
-  return {{rows, parameter.shape.back()}};
+Status MuonStep::NotTraced(const UnitParameter& parameter, const MatrixRule* rule,
+                           const std::vector<std::int64_t>& shape, Ranks ranks) const {
+  const Muon& muon = MuonOf(strategy_);
+  const bool without_nesterov = !muon.nesterov && ranks.shards > 1;
+  std::string flags = "--muon " + FlagOf(ranks.shards, ranks.replicas);
+  const auto traced = std::ranges::find(trace_.parameters, parameter.fqn, &Parameter::fqn);
+  if (traced != trace_.parameters.end() && !traced->muon)
+    flags += fmt::format(" --muon-matrices {}", parameter.fqn);
+  if (rule != nullptr && rule->block_rows > 0)
+    flags += fmt::format(" --muon-blocks {}={}", parameter.fqn, rule->block_rows);
+  if (muon.ns_steps != Muon().ns_steps) flags += fmt::format(" --muon-ns-steps {}", muon.ns_steps);
+  if (without_nesterov) flags += " --no-muon-nesterov";
+  const auto words = [](const std::string& on, std::int64_t iterations, bool plain) {
+    return fmt::format("on {} {}, {} iterations{}", on, on == "1" ? "rank" : "ranks", iterations,
+                       plain ? ", without Nesterov momentum" : "");
+  };
+  std::vector<std::string> found;
+  for (const TracedOptimizerStep& step : trace_.optimizer_steps) {
+    if (step.shape == shape && step.dtype == parameter.dtype)
+      found.push_back(words(FlagOf(step.ranks, step.replicas), step.ns_steps, !step.nesterov));
+  }
+  return MakeInputError(
+      "/optimizer/muon",
+      fmt::format("the trace has no step of Muon for {}: record it with `shardplan trace {}`", parameter.fqn,
+                  flags),
+      fmt::format("{} in {}: {}", fmt::join(shape, " x "), Name(parameter.dtype),
+                  found.empty() ? "no step" : fmt::format("{}", fmt::join(found, "; "))),
+      words(FlagOf(ranks.shards, ranks.replicas), muon.ns_steps, without_nesterov));
 }
 
 Status MuonStep::CheckMatrix(const Matrix& matrix) const {
@@ -92,7 +119,11 @@ Status MuonStep::CheckMatrix(const Matrix& matrix) const {
   const auto [ranks, replicas] = RanksOf(matrix);
   const std::int64_t block = rule == nullptr ? 0 : RowsOfEach(*rule, parameter);
   const std::int64_t all_rows = parameter.shape.back() == 0 ? 0 : Numel(parameter) / parameter.shape.back();
-  if (rule != nullptr && rule->block_rows > 0 && (parameter.shape.size() != 2 || all_rows % block != 0))
+  if (rule != nullptr && rule->block_rows > 0 && parameter.shape.size() != 2)
+    return wrong("is a batch of matrices, whose rows are no blocks",
+                 fmt::format("block_rows {}", rule->block_rows),
+                 "block_rows of parameters of two dimensions");
+  if (rule != nullptr && rule->block_rows > 0 && all_rows % block != 0)
     return wrong("does not divide into blocks of rows", fmt::format("{} rows", all_rows),
                  fmt::format("a multiple of {}", rule->block_rows));
   if (rule != nullptr && rule->owner) {
@@ -101,9 +132,6 @@ Status MuonStep::CheckMatrix(const Matrix& matrix) const {
       return wrong("has an owner outside of the mesh", fmt::format("{}", *rule->owner),
                    fmt::format("0 to {}", group - 1));
   }
-  const Ranks traced = rule == nullptr ? Ranks{ranks, replicas} : Ranks{};
-  const std::string traced_words = traced.replicas > 1 ? fmt::format("{}x{}", traced.replicas, traced.shards)
-                                                       : fmt::format("{}", traced.shards);
   if (rule == nullptr && parameter.shape[0] < ranks)
     return wrong("has fewer rows than ranks, which torch.optim.Muon refuses on DTensors",
                  fmt::format("{} rows on {} ranks", parameter.shape[0], ranks),
@@ -111,16 +139,14 @@ Status MuonStep::CheckMatrix(const Matrix& matrix) const {
   if (parameter.grad_dtype)
     return wrong("has gradients of another dtype than its own", std::string(Name(*parameter.grad_dtype)),
                  std::string(Name(parameter.dtype)));
-  for (const std::vector<std::int64_t>& shape : ShapesOf(matrix)) {
-    if (Traced(traced, shape, parameter.dtype) != nullptr) continue;
-    return MakeInputError(
-        "/optimizer/muon",
-        fmt::format("the trace has no step of Muon for {}: record it with `shardplan trace --muon {}`",
-                    parameter.fqn, traced_words),
-        fmt::format("{} in {} on {} rank{}, {} iterations", fmt::join(shape, " x "), Name(parameter.dtype),
-                    traced_words, traced.shards == 1 ? "" : "s", muon.ns_steps),
-        trace_.optimizer_steps.empty() ? "optimizer_steps in the trace" : "one of optimizer_steps");
-  }
+  const bool exchanged = IsExchanged(matrix);
+  if (!exchanged && block > 0)
+    return wrong("is several matrices, and no rank shares them with another", "1 rank",
+                 "ranks that exchange them");
+  const std::vector<std::int64_t> shape =
+      exchanged && block > 0 ? std::vector<std::int64_t>{block, parameter.shape.back()} : parameter.shape;
+  const Ranks traced = exchanged ? Ranks{} : RanksOf(matrix);
+  if (Traced(traced, shape, parameter.dtype) == nullptr) return NotTraced(parameter, rule, shape, traced);
   return {};
 }
 

@@ -70,7 +70,9 @@ class MuonStep {
   const TracedOptimizerStep* Traced(Ranks ranks, const std::vector<std::int64_t>& shape, DType dtype) const;
   Ranks RanksOf(const Matrix& matrix) const;
   Status CheckMatrix(const Matrix& matrix) const;
-  std::vector<std::vector<std::int64_t>> ShapesOf(const Matrix& matrix) const;
+  // The error of a step that the trace does not have; it says which flags record it.
+  Status NotTraced(const UnitParameter& parameter, const MatrixRule* rule,
+                   const std::vector<std::int64_t>& shape, Ranks ranks) const;
 
   void StepSharded(const Matrix& matrix);
   SegmentId SegmentOf(const TracedOptimizerStep& step, const Matrix& matrix, bool whole);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "shardplan/schemas/optimizers.h"
 #include "units/unit_parameters.h"
 
 namespace shardplan {
@@ -82,6 +83,24 @@ Status CheckRules(const Trace& trace, const Muon& muon) {
   return {};
 }
 
+// Each pattern of a bucket is of a matrix that Muon steps.
+Status CheckBuckets(const Trace& trace, const Optimizer& optimizer) {
+  for (std::size_t b = 0; b < optimizer.muon->buckets.size(); ++b) {
+    const std::vector<std::string>& patterns = optimizer.muon->buckets[b];
+    for (std::size_t p = 0; p < patterns.size(); ++p) {
+      const bool steps = std::ranges::any_of(trace.parameters, [&](const Parameter& parameter) {
+        return parameter.requires_grad && MatchesAny({patterns[p]}, parameter.fqn, parameter.shared_with) &&
+               MuonSteps(optimizer, parameter.fqn, parameter.shared_with);
+      });
+      if (!steps)
+        return MakeInputError(fmt::format("/optimizer/muon/buckets/{}/{}", b, p),
+                              "no matrix that Muon steps has this name", patterns[p],
+                              "matrices of the exchange");
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 const MatrixRule* RuleOf(const Muon& muon, const UnitParameter& parameter) {
@@ -104,6 +123,17 @@ Result<Strategy> WithMuonMatrices(const Trace& trace, Strategy strategy) {
     };
     if (Status s = ForEachMatch(trace, muon.matrices, "/optimizer/muon/matrices", take); !s)
       return std::unexpected(std::move(s.error()));
+    for (std::size_t p = 0; p < muon.matrices.size(); ++p) {
+      const bool trains = std::ranges::any_of(trace.parameters, [&](const Parameter& parameter) {
+        return parameter.requires_grad &&
+               MatchesAny({muon.matrices[p]}, parameter.fqn, parameter.shared_with);
+      });
+      if (!trains)
+        return MakeInputError(fmt::format("/optimizer/muon/matrices/{}", p),
+                              "no parameter of this name trains", muon.matrices[p],
+                              "a parameter with a gradient");
+    }
+    if (Status s = CheckBuckets(trace, strategy.optimizer); !s) return std::unexpected(std::move(s.error()));
     return strategy;
   }
   for (const Parameter& parameter : trace.parameters) {
@@ -112,6 +142,7 @@ Result<Strategy> WithMuonMatrices(const Trace& trace, Strategy strategy) {
   if (muon.matrices.empty())
     return MakeInputError("/optimizer/muon/matrices", "the trace has no matrix for Muon", "none",
                           "parameters of two dimensions that `shardplan trace --muon` marks, or patterns");
+  if (Status s = CheckBuckets(trace, strategy.optimizer); !s) return std::unexpected(std::move(s.error()));
   return strategy;
 }
 

@@ -209,6 +209,9 @@ class StrategyCheck {
       return MakeInputError("/optimizer/in_backward", "Muon steps when the backward is over", "true",
                             "false");
     }
+    if (strategy_.optimizer.maximize) {
+      return MakeInputError("/optimizer/maximize", "torch.optim.Muon does not have it", "true", "false");
+    }
     if (muon.begin_in_backward && muon.dist_muon) {
       return MakeInputError("/optimizer/muon/begin_in_backward",
                             "DistMuon exchanges when the optimizer steps", "true", "false");

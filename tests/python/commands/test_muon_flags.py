@@ -9,7 +9,9 @@ import torch.nn as nn
 
 def build():
     layers = (nn.Linear(64, 64) for _ in range(3))
-    return nn.Sequential(nn.Embedding(10, 64), nn.Sequential(*layers), nn.Linear(64, 10, bias=False))
+    model = nn.Sequential(nn.Embedding(10, 64), nn.Sequential(*layers), nn.Linear(64, 10, bias=False))
+    model[1][2].requires_grad_(False)
+    return model
 """
 
 
@@ -33,9 +35,12 @@ OWNED = (*MUON, "--muon-owners", "shards")
         (("--muon-owners", "shards"), 2, "--muon-owners has a value that it does not take (found an optimizer without"),
         (("--muon-in-backward",), 2, "--muon-in-backward has a value that it does not take (found an optimizer with"),
         ((*MUON, "--muon-in-backward"), 2, "(found no owners, to whom matrices could go, expected --muon-owners"),
+        ((*MUON, "--muon-bucket", "1.0.weight"), 2, "--muon-bucket has a value that it does not take (found no owners"),
+        (("--optimizer", "muon-maximize"), 3, "torch.optim.Muon does not have it (found true"),
         ((*MUON, "--muon-owners", "node"), 2, "(found node, expected one of none, shards, replicas"),
         ((*OWNED[:2], "--muon-matrices", "2.*.weight"), 3, "no parameter has this name (found 2.*.weight"),
         ((*OWNED[:2], "--muon-matrices", "1.0.bias"), 3, "1.0.bias is no matrix that Muon can step (found 1 dim"),
+        ((*OWNED[:2], "--muon-matrices", "1.2.weight"), 3, "no parameter of this name trains (found 1.2.weight"),
         ((*OWNED, "--muon-bucket", "1.0.weight", "--muon-bucket", "1.*.weight"), 3, "1.0.weight is in two buckets"),
         ((*OWNED, "--muon-bucket", "1.7.weight"), 3, "no parameter has this name (found 1.7.weight"),
         ((*MUON, "--mesh", "replicate=2", "shard=2"), 3, "record it with `shardplan trace --muon 2x2`"),

@@ -20,7 +20,7 @@ SAID = {
     "two rows": "PlanError: parameter layer1.few: row 20 in two matrices of the exchanges",
     "not exchanged": "PlanError: parameter layer0.wide: Muon steps it, and no instruction of the optimizer's step does",
     "other params": "ValueError: shardplan: Muon does not step parameter layer0.scale, of shape [8], in the plan",
-    "less params": "ValueError: shardplan: Muon steps parameter layer0.wide in the plan, and it is in none of the groups",
+    "less params": "ValueError: shardplan: Muon steps parameter layer0.wide in the plan, and it is in none of",
     "groups of the state": "ValueError: shardplan: groups of the state have [3, 3] parameters, those of this Muon [6]; "
     "the first difference is in group 0, here of layer0.wide to layer1.gate",
     "another group": "ValueError: shardplan: Muon does not step parameter layer0.scale, of shape [8], in the plan",
@@ -29,7 +29,7 @@ SAID = {
     "another order": f"{OF_STATE} [64, 192] in Shard(0) over 2 ranks, found [",
     "copied": "TypeError: shardplan: sp.Muon belongs to its model and plan, and is neither copied nor pickled",
     "pickled": "TypeError: shardplan: sp.Muon belongs to its model and plan, and is neither copied nor pickled",
-    "taken out": "ValueError: shardplan: Muon steps parameter layer0.wide in the plan, and it is in none of the groups",
+    "taken out": "ValueError: shardplan: Muon steps parameter layer0.wide in the plan, and it is in none of",
     "arguments": "ValueError: Adjust learning rate function cosine is not supported",
     "gradient": "RuntimeError: shardplan: parameter layer0.tall: its gradient is not sharded as the parameter is",
 }

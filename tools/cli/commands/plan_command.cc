@@ -138,9 +138,9 @@ Status RunPlan(PlanArguments options) {
   if (Status made = ApplyTraceFlags(options.flags, *trace, options.trace, given->strategy); !made)
     return made;
   const std::optional<Muon>& muon = given->strategy.optimizer.muon;
-  if (muon && options.flags.muon_in_backward && muon->compute.empty())
-    return BadFlag("--muon-in-backward", "no owners, to whom matrices could go",
-                   "--muon-owners shards or replicas");
+  if (muon && muon->compute.empty() && (options.flags.muon_in_backward || !options.flags.muon_bucket.empty()))
+    return BadFlag(options.flags.muon_in_backward ? "--muon-in-backward" : "--muon-bucket",
+                   "no owners, to whom matrices could go", "--muon-owners shards or replicas");
   options.cluster.traced_ranks = trace->world_size;
   Result<ChosenCluster> chosen = ChooseClusterOrDefault(options.cluster, given->strategy, options.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));

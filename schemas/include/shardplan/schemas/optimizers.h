@@ -102,7 +102,7 @@ using D = StateDType;
 using P = StatePlace;
 using O = Optimizer;
 
-inline constexpr OptimizerSet kAll = (OptimizerSet{1} << kOptimizerKinds) - 1;
+inline constexpr OptimizerSet kAll = ((OptimizerSet{1} << kOptimizerKinds) - 1) & ~OptimizersIn({kMuon});
 inline constexpr OptimizerSet kAdams = OptimizersIn({kAdamW, kAdam});
 
 // In the order of the enumerators.

@@ -406,7 +406,7 @@ class Muon(Optimizer):
             if own != given:
                 raise ValueError(
                     f"shardplan: parameter {self._names[id(parameter)]}: momentum_buffer of the state expected {own}, "
-                    f"found {given}; torch.distributed.checkpoint cuts one of another grouping or number of ranks anew"
+                    f"found {given}; torch.distributed.checkpoint cuts it anew (set_optimizer_state_dict)"
                 )
 
     def _is_outdated(self) -> bool:
