@@ -193,10 +193,12 @@ std::string Text(const OptimizeOutput& output) {
                         decision.fits_without ? "" : " (not in the budget)", decision.chosen);
   }
   text += "\ncommon settings\n";
+  std::size_t width = 42;
+  for (const BaselineReport& baseline : r.baselines) width = std::max(width, baseline.name.size() + 1);
   for (const BaselineReport& baseline : r.baselines) {
     std::string note = baseline.fits ? "" : "  not in the budget";
     if (baseline.cache_releases > 0) note += fmt::format("  {} cache releases", baseline.cache_releases);
-    text += fmt::format("  {:<42}{:12.3f} ms {:8.2f} GiB{}\n", baseline.name, ms(baseline.step_ns),
+    text += fmt::format("  {:<{}}{:12.3f} ms {:8.2f} GiB{}\n", baseline.name, width, ms(baseline.step_ns),
                         gib(baseline.peak_reserved_bytes), note);
   }
   if (r.robust) text += "\n" + RobustText(*r.robust, r.step_ns);
