@@ -4,6 +4,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "shardplan/schemas/pytorch_rules.h"
@@ -47,6 +50,16 @@ void LeaveOutKnobs(Strategy& strategy, std::vector<LeftOut>& left_out) {
                       knobs.reduce_scatter_inputs_in_flight));
     knobs.reduce_scatter_inputs_in_flight = 1;
   }
+}
+
+void LeaveOutOwners(Strategy& strategy, std::vector<LeftOut>& left_out) {
+  std::optional<Muon>& muon = strategy.optimizer.muon;
+  if (!muon || muon->compute.empty()) return;
+  left_out.push_back(
+      {"/strategy/optimizer/muon/compute",
+       "ranks that have matrices whole; torch.optim.Muon steps DTensors. sp.Muon(model, plan=...) "
+       "steps FSDP2's parameters as the plan has it"});
+  *muon = {.matrices = muon->matrices, .nesterov = muon->nesterov, .ns_steps = muon->ns_steps};
 }
 
 Result<Fsdp2Settings> OfFsdp1(const Plan& plan) {
@@ -100,12 +113,25 @@ std::vector<UnitRule> UnitRulesOf(const std::vector<Unit>& units) {
 Fsdp2Settings WithoutWhatFsdp2Lacks(Strategy strategy) {
   Fsdp2Settings settings{.strategy = std::move(strategy)};
   LeaveOutKnobs(settings.strategy, settings.left_out);
+  LeaveOutOwners(settings.strategy, settings.left_out);
   return settings;
 }
 
 Result<Fsdp2Settings> Fsdp2SettingsOf(const Plan& plan) {
   if (plan.policy == "fsdp1") return OfFsdp1(plan);
-  return WithoutWhatFsdp2Lacks(plan.strategy);
+  Fsdp2Settings settings = WithoutWhatFsdp2Lacks(plan.strategy);
+  // torch.optim.Muon refuses batches of matrices: they are the other optimizer's.
+  if (settings.strategy.optimizer.muon && settings.strategy.optimizer.muon->compute.empty()) {
+    std::set<std::string> batches;
+    for (const Unit& unit : plan.units) {
+      for (const UnitParameter& parameter : unit.parameters) {
+        if (parameter.shape.size() == 3) batches.insert(parameter.fqn);
+      }
+    }
+    std::erase_if(settings.strategy.optimizer.muon->matrices,
+                  [&](const std::string& fqn) { return batches.contains(fqn); });
+  }
+  return settings;
 }
 
 }  // namespace shardplan

@@ -440,6 +440,9 @@ TEST(MuonPlans, ErrorsNameTheParameter) {
          not_traced + "--muon 1 --muon-blocks " + up + "=3` (found 3 x 32 in float32: no step");
   expect({.matrices = {"embed.*"}}, "record it with `shardplan trace --muon 3 --muon-matrices embed.weight0`",
          3);
+  expect({.compute = {{.parameters = {"embed.*"}}, {}}},
+         "compute/0/parameters/0: no matrix that Muon steps has this name (found embed.*");
+  expect({.dist_muon = true}, "DistMuon gives every matrix an owner (found no rules");
   expect({.compute = {{}}, .buckets = {{"embed.*"}}},
          "buckets/0/0: no matrix that Muon steps has this name (found embed.*");
   expect({}, "the trace has no step of Muon for " + up + ": record it with `shardplan trace --muon 4`", 4);

@@ -195,6 +195,30 @@ TEST(MuonOptimize, IsNeverSlowerThanAnyWayAndItsBoundHolds) {
   }
 }
 
+// Flags say where the search begins, and bind where they are fixed.
+TEST(MuonOptimize, OwnersThatAreGivenBindWhereTheyAreFixed) {
+  Trace trace = MuonModel(3);
+  AddMuon(trace, {{4, 1}});
+  const auto found = [&](const Strategy& strategy, const std::set<std::string>& fixed) {
+    const Result<OptimizeOutput> output =
+        Optimize(trace, strategy, BalancedOf(4),
+                 {.budget = testing::kLoose, .fixed = fixed, .time_limit_ns = {0}, .threads = 2});
+    EXPECT_TRUE(output.has_value()) << ToString(output.error());
+    return *output;
+  };
+  const Nanoseconds free = found(WithMuon(), {}).report.step_ns;
+  const Strategy on_all =
+      WithMuon({.compute = {{.compute = MatrixCompute::kReplicated}}, .buckets = {{"layers.0.*.*"}}});
+  EXPECT_EQ(found(on_all, {}).report.step_ns, free);
+  const OptimizeOutput fixed = found(on_all, {"owners"});
+  EXPECT_GT(fixed.report.step_ns, free);
+  EXPECT_EQ(fixed.strategy.optimizer.muon->compute, on_all.optimizer.muon->compute);
+  EXPECT_EQ(fixed.strategy.optimizer.muon->buckets, on_all.optimizer.muon->buckets);
+  Strategy by_number = ByOwners();
+  by_number.optimizer.muon->compute[0].owner = 1;
+  EXPECT_EQ(found(by_number, {}).strategy.optimizer.muon->compute, by_number.optimizer.muon->compute);
+}
+
 // The budget is what the way itself reserves, and the search ends after so many plans.
 TEST(MuonOptimize, NoWayIsFasterInItsBudgetWhereverTheSearchEnds) {
   Trace trace = MuonModel(3);

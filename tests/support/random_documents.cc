@@ -394,6 +394,7 @@ void RepairOptimizer(Optimizer& optimizer) {
     optimizer.in_backward = false;
     optimizer.maximize = false;
     optimizer.muon->ns_steps = 1 + optimizer.muon->ns_steps % 10;
+    if (optimizer.muon->compute.empty()) optimizer.muon->dist_muon = false;
     if (optimizer.muon->dist_muon) optimizer.muon->begin_in_backward = false;
     for (MatrixRule& rule : optimizer.muon->compute) {
       if (optimizer.muon->dist_muon && rule.compute == MatrixCompute::kReplicated)

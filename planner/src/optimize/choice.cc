@@ -441,11 +441,18 @@ void AddOtherMeshes(const Trace& trace, Job& job) {
   }
 }
 
+// Whether the rules say more than the search decides: other ways for some matrices, owners by number, blocks.
+bool HasRulesOfItsOwn(const Muon& muon) {
+  return muon.compute.size() > 1 || std::ranges::any_of(muon.compute, [](const MatrixRule& rule) {
+           return !rule.parameters.empty() || rule.owner || rule.block_rows > 0;
+         });
+}
+
 // Muon's matrices, and which owners the trace has every step for.
 MuonMatrices MuonMatricesOf(const Trace& trace, const Job& job) {
   MuonMatrices found;
   const std::optional<Muon>& muon = job.strategy.optimizer.muon;
-  if (!muon || !muon->compute.empty()) return found;
+  if (!muon || HasRulesOfItsOwn(*muon)) return found;
   const auto traced = [&](std::int64_t ranks, std::int64_t replicas, const Parameter& parameter) {
     const std::vector<std::int64_t> matrix(parameter.shape.end() - 2, parameter.shape.end());
     return TracedMuonStep(trace, *muon, ranks, replicas, matrix, parameter.dtype) != nullptr;
@@ -485,6 +492,9 @@ void SetMuon(const Job& job, const Choice& choice, Strategy& strategy) {
   if (job.muon.owners.empty()) return;
   Muon& muon = *strategy.optimizer.muon;
   muon.begin_in_backward = choice.exchanged_in_backward;
+  muon.compute.clear();
+  muon.buckets.clear();
+  muon.dist_muon = false;
   if (choice.owners == MuonOwners::kNone) return;
   const bool on_all = choice.owners == MuonOwners::kAll;
   muon.compute = {{.compute = on_all ? MatrixCompute::kReplicated : MatrixCompute::kOwned,

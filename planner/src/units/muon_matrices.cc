@@ -83,20 +83,30 @@ Status CheckRules(const Trace& trace, const Muon& muon) {
   return {};
 }
 
-// Each pattern of a bucket is of a matrix that Muon steps.
-Status CheckBuckets(const Trace& trace, const Optimizer& optimizer) {
-  for (std::size_t b = 0; b < optimizer.muon->buckets.size(); ++b) {
-    const std::vector<std::string>& patterns = optimizer.muon->buckets[b];
-    for (std::size_t p = 0; p < patterns.size(); ++p) {
-      const bool steps = std::ranges::any_of(trace.parameters, [&](const Parameter& parameter) {
-        return parameter.requires_grad && MatchesAny({patterns[p]}, parameter.fqn, parameter.shared_with) &&
-               MuonSteps(optimizer, parameter.fqn, parameter.shared_with);
-      });
-      if (!steps)
-        return MakeInputError(fmt::format("/optimizer/muon/buckets/{}/{}", b, p),
-                              "no matrix that Muon steps has this name", patterns[p],
-                              "matrices of the exchange");
-    }
+Status CheckSteps(const Trace& trace, const Optimizer& optimizer, const std::vector<std::string>& patterns,
+                  const std::string& pointer) {
+  for (std::size_t p = 0; p < patterns.size(); ++p) {
+    const bool steps = std::ranges::any_of(trace.parameters, [&](const Parameter& parameter) {
+      return parameter.requires_grad && MatchesAny({patterns[p]}, parameter.fqn, parameter.shared_with) &&
+             MuonSteps(optimizer, parameter.fqn, parameter.shared_with);
+    });
+    if (!steps)
+      return MakeInputError(fmt::format("{}/{}", pointer, p), "no matrix that Muon steps has this name",
+                            patterns[p], "FQNs or patterns of Muon's matrices");
+  }
+  return {};
+}
+
+// Each pattern of a rule or a bucket is of a matrix that Muon steps.
+Status CheckPatterns(const Trace& trace, const Optimizer& optimizer) {
+  const Muon& muon = *optimizer.muon;
+  for (std::size_t r = 0; r < muon.compute.size(); ++r) {
+    const std::string pointer = fmt::format("/optimizer/muon/compute/{}/parameters", r);
+    if (Status s = CheckSteps(trace, optimizer, muon.compute[r].parameters, pointer); !s) return s;
+  }
+  for (std::size_t b = 0; b < muon.buckets.size(); ++b) {
+    const std::string pointer = fmt::format("/optimizer/muon/buckets/{}", b);
+    if (Status s = CheckSteps(trace, optimizer, muon.buckets[b], pointer); !s) return s;
   }
   return {};
 }
@@ -133,7 +143,7 @@ Result<Strategy> WithMuonMatrices(const Trace& trace, Strategy strategy) {
                               "no parameter of this name trains", muon.matrices[p],
                               "a parameter with a gradient");
     }
-    if (Status s = CheckBuckets(trace, strategy.optimizer); !s) return std::unexpected(std::move(s.error()));
+    if (Status s = CheckPatterns(trace, strategy.optimizer); !s) return std::unexpected(std::move(s.error()));
     return strategy;
   }
   for (const Parameter& parameter : trace.parameters) {
@@ -142,7 +152,7 @@ Result<Strategy> WithMuonMatrices(const Trace& trace, Strategy strategy) {
   if (muon.matrices.empty())
     return MakeInputError("/optimizer/muon/matrices", "the trace has no matrix for Muon", "none",
                           "parameters of two dimensions that `shardplan trace --muon` marks, or patterns");
-  if (Status s = CheckBuckets(trace, strategy.optimizer); !s) return std::unexpected(std::move(s.error()));
+  if (Status s = CheckPatterns(trace, strategy.optimizer); !s) return std::unexpected(std::move(s.error()));
   return strategy;
 }
 

@@ -212,6 +212,10 @@ class StrategyCheck {
     if (strategy_.optimizer.maximize) {
       return MakeInputError("/optimizer/maximize", "torch.optim.Muon does not have it", "true", "false");
     }
+    if (muon.dist_muon && muon.compute.empty()) {
+      return MakeInputError("/optimizer/muon/dist_muon", "DistMuon gives every matrix an owner", "no rules",
+                            "rules in compute");
+    }
     if (muon.begin_in_backward && muon.dist_muon) {
       return MakeInputError("/optimizer/muon/begin_in_backward",
                             "DistMuon exchanges when the optimizer steps", "true", "false");

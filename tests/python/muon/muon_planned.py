@@ -134,7 +134,34 @@ def compare(case: Case, plan: str) -> str:
     return ""
 
 
-def make_models(case: Case, plan: str) -> dict[str, nn.Module]:
+def leaves_its_plan(plan: str, plan_of_theirs: str) -> tuple[list[int], str]:
+    """Micro-batches as in the plan, fewer, and as in the plan again. Exchanges that begin in each step's backwards, and
+    the first parameter that differs from FSDP2's, whose exchanges all begin in step()."""
+    import shardplan.torch as sp
+
+    case = Case("", ())
+    models = make_models(case, plan, on_deviation="replan")
+    muons = {"ours": sp.Muon(models["ours"], lr=0.02), "fsdp2": sp.Muon(models["fsdp2"], plan=plan_of_theirs, lr=0.02)}
+    stepped = {id(p) for muon in muons.values() for group in muon.param_groups for p in group["params"]}
+    begun: list[int] = []
+    for step, batches in enumerate((2, 2, 1, 2, 2)):
+        for name, model in models.items():
+            exchanges = [backward(model, step, batch, []) for batch in range(batches)]
+            if name == "ours":
+                begun.append(sum(exchanges))
+            muons[name].step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if id(parameter) not in stepped:
+                        parameter.sub_(parameter.grad, alpha=0.01)
+            model.zero_grad()
+    for fqn, parameter in models["ours"].named_parameters():
+        if not torch.equal(whole(parameter), whole(models["fsdp2"].get_parameter(fqn))):
+            return begun, fqn
+    return begun, ""
+
+
+def make_models(case: Case, plan: str, **arguments) -> dict[str, nn.Module]:
     import shardplan.torch as sp
     from torch.distributed.fsdp import fully_shard
 
@@ -142,7 +169,8 @@ def make_models(case: Case, plan: str) -> dict[str, nn.Module]:
     theirs = layers().to(DEVICE)
     for block in theirs[1]:
         fully_shard(block, mesh=mesh)
-    return {"ours": sp.apply(layers().to(DEVICE), plan, mesh), "fsdp2": fully_shard(theirs, mesh=mesh)}
+    ours = sp.apply(layers().to(DEVICE), plan, mesh, **arguments)
+    return {"ours": ours, "fsdp2": fully_shard(theirs, mesh=mesh)}
 
 
 def backward(model: nn.Module, step: int, batch: int, losses: list[torch.Tensor]) -> int:

@@ -35,6 +35,15 @@ def test_a_loop_that_changes_gradients_is_refused(tmp_path):
             assert f"parameter 1.2.0.weight: {another}" in outcome[1][f"{name}, two backwards"]
 
 
+def test_a_loop_that_leaves_its_plan_goes_on_with_exchanges_in_step(tmp_path):
+    plans = muon_planned.make_plans(tmp_path, build_folder())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDPLAN_BUILD", str(build_folder()))
+        words = plans["in_backward_accumulated"], plans["shards"]
+        outcomes = run_on_ranks(2, tmp_path / "ranks", muon_planned.leaves_its_plan, *words)
+    assert outcomes == [("returned", ([3, 3, 0, 0, 0], ""))] * 2
+
+
 @pytest.mark.parametrize("case", muon_planned.CASES, ids=lambda case: case.name)
 def test_trains_by_the_plan(outcomes, case):
     for rank, outcome in enumerate(outcomes[case.replicas * case.shards]):

@@ -140,7 +140,7 @@ Status RunPlan(PlanArguments options) {
   const std::optional<Muon>& muon = given->strategy.optimizer.muon;
   if (muon && muon->compute.empty() && (options.flags.muon_in_backward || !options.flags.muon_bucket.empty()))
     return BadFlag(options.flags.muon_in_backward ? "--muon-in-backward" : "--muon-bucket",
-                   "no owners, to whom matrices could go", "--muon-owners shards or replicas");
+                   "no owners, to whom matrices could go", "--muon-owners shards, replicas or all");
   options.cluster.traced_ranks = trace->world_size;
   Result<ChosenCluster> chosen = ChooseClusterOrDefault(options.cluster, given->strategy, options.strategy);
   if (!chosen) return std::unexpected(std::move(chosen.error()));

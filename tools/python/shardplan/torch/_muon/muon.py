@@ -295,13 +295,18 @@ class Muon(Optimizer):
         self._check_groups()
         self._streams = self._make_streams()
         self._hooks: list[Any] = []
+        self._has_deviated = False
         self._due: list[_Unchanged] = []  # of the last step
         self._register()
         self._start_step()
 
     def _register(self) -> None:
+        """A loop that has left its plan once may do so again, and what has begun cannot be taken back: from then on
+        all exchanges begin in step()."""
         for hook in self._hooks:
             hook.remove()
+        if self._has_deviated:
+            return
         begun = {id(p): p for beginning in self._program.in_backward for p in beginning.parameters if p.requires_grad}
         own = weakref.WeakMethod(self._reduced)  # a Muon that is dropped is gone, and so are its exchanges
 
@@ -422,6 +427,7 @@ class Muon(Optimizer):
             if {id(p) for p in self._program.parameters.values()} != self._names.keys():
                 raise PlanError("the plan that the model follows now has other matrices for Muon than the one before")
             self._streams = self._make_streams()
+            self._has_deviated = True
             self._register()
             self._start_step()
 
