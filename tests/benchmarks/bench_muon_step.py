@@ -14,12 +14,14 @@ more on a machine that others use. Muon steps the matrices of the blocks, `--blo
 rest is frozen.
 
 Predicted is the optimizer's time of both plans on a cluster that the same ranks measure between the steps, one
-operation at a time (muon_rates.py). Nothing is fitted to a step.
+operation at a time (muon_rates.py), and the host's work for DTensor in steps of matrices that compute nothing. Nothing
+is fitted to a step of these.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -41,7 +43,8 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn as nn  # noqa: E402
 from adapter_workers import DEVICE, run_on_ranks  # noqa: E402
 from bench_adapter_gpt_step import BATCH, CONFIG, SEQUENCE, big_gpt, finish, with_fsdp2  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from model import Gpt  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 
 OWNERS = {"plan": "shards", "torch": "none"}  # of the plan that says what each optimizer does
 OTHERS = ("torch", "dist_muon") if DEVICE == "cuda" else ("torch",)
@@ -50,16 +53,24 @@ Seconds = tuple[float, float]  # wall, CPU
 
 def muon_gpt() -> nn.Module:
     """For `shardplan trace bench_muon_step:muon_gpt`: only Muon's matrices train."""
-    model = big_gpt()
+    return with_matrices_alone(big_gpt())
+
+
+def tiny_gpt() -> nn.Module:
+    """As many matrices, which are small."""
+    return with_matrices_alone(Gpt(dataclasses.replace(CONFIG, vocabulary=64, heads=4, width=64)))
+
+
+def with_matrices_alone(model: nn.Module) -> nn.Module:
     for fqn, parameter in model.named_parameters():
         parameter.requires_grad_(fqn.startswith("blocks.") and parameter.ndim == 2)
     return model
 
 
-def make_trace(folder: pathlib.Path, ranks: int) -> pathlib.Path:
-    trace = folder / "trace.json"
+def make_trace(folder: pathlib.Path, ranks: int, model: str = "muon_gpt") -> pathlib.Path:
+    trace = folder / f"{model}.trace.json"
     words = ("--batch", BATCH, "--seq", SEQUENCE, "--dtype", "float32", "--muon", ranks, "--muon-device", DEVICE)
-    make_plan.run("trace", "bench_muon_step:muon_gpt", *words, "-o", trace, cwd=HERE)
+    make_plan.run("trace", f"bench_muon_step:{model}", *words, "-o", trace, cwd=HERE)
     return trace
 
 
@@ -108,8 +119,19 @@ def exchanged_bytes(model: nn.Module, ranks: int, blocks_each: int) -> int:
     return numel * torch.bfloat16.itemsize * blocks_each // CONFIG.layers // ranks
 
 
+def rates_of(traces: dict[str, str], mesh: DeviceMesh, exchanged: int) -> muon_rates.Rates:
+    trace, tiny = (json.loads(pathlib.Path(traces[name]).read_text()) for name in ("muon_gpt", "tiny_gpt"))
+    own = [parameter for parameter in with_fsdp2(tiny_gpt(), mesh).parameters() if parameter.requires_grad]
+    for parameter in own:
+        parameter.grad = torch.randn_like(parameter)
+    operators = muon_rates.operators_of(tiny, [tuple(parameter.shape) for parameter in own], mesh.size())
+    optimizer = torch.optim.Muon(own, lr=1e-3)
+    optimizer.step()  # makes the states
+    return muon_rates.Rates(trace, exchanged, optimizer.step, operators)
+
+
 def measure(
-    trace: str, plan: str, steps: int, blocks_each: int
+    traces: dict[str, str], plan: str, steps: int, blocks_each: int
 ) -> tuple[dict[str, list[Seconds]], dict[muon_rates.Row, list[float]]]:
     """Each step, and samples of the operations between them."""
     import shardplan.torch as sp
@@ -126,10 +148,7 @@ def measure(
     times: dict[str, list[Seconds]] = {name: [] for name in optimizers}
     rates = None
     if DEVICE == "cpu":
-        ranks = dist.get_world_size()
-        rates = muon_rates.Rates(
-            json.loads(pathlib.Path(trace).read_text()), exchanged_bytes(model, ranks, blocks_each)
-        )
+        rates = rates_of(traces, mesh, exchanged_bytes(model, mesh.size(), blocks_each))
     for step in range(steps + 1):
         if rates:
             rates.round()
@@ -172,7 +191,8 @@ def main() -> None:
         folder = pathlib.Path(name)
         trace = make_trace(folder, ranks)
         plans = make_plans(folder, trace, ranks, blocks_each, make_plan.cluster_of(folder, ranks))
-        settings = (str(trace), str(plans["plan"]), steps, blocks_each)
+        traces = {"muon_gpt": str(trace), "tiny_gpt": str(make_trace(folder, ranks, "tiny_gpt"))}
+        settings = (traces, str(plans["plan"]), steps, blocks_each)
         outcomes = run_on_ranks(ranks, folder / "ranks", measure, *settings, timeout_s=1800)
         for rank, outcome in enumerate(outcomes):
             if outcome is None or outcome[0] != "returned":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,17 @@ from shardplan.calibrate.timing import Machine
 SAMPLE_SECONDS = 0.4  # ranks that share a core take turns, and one that has slept comes first
 ELEMENTWISE_BYTES = [1 << power for power in range(14, 26, 2)]
 Row = tuple[tuple[str, object], ...]  # section and facts of a measurement, without the duration
+
+
+def operators_of(trace: dict, shapes: Iterable[tuple[int, ...]], ranks: int) -> int:
+    """Operators and collectives of steps of matrices of these shapes, cut over so many ranks."""
+    steps = {tuple(step["shape"]): step for step in trace["optimizer_steps"] if step["ranks"] == ranks}
+    return sum(
+        event[0] == "op"
+        for shape in shapes
+        for part in ("update", "orthogonalize", "apply")
+        for event in steps[shape][part]
+    )
 
 
 def traced_operations(trace: dict) -> list[list]:
@@ -75,9 +86,11 @@ def _collective(kind: str, size_bytes: int) -> Callable[[], object]:
 
 
 class Rates:
-    """Measured by the default group's ranks."""
+    """Measured by the default group's ranks. tiny_step: torch.optim.Muon's step of matrices that compute nothing to
+    speak of, of so many tiny_operators: what the host does for DTensor."""
 
-    def __init__(self, trace: dict, exchanged_bytes: int) -> None:
+    def __init__(self, trace: dict, exchanged_bytes: int, tiny_step: Callable[[], object], tiny_operators: int) -> None:
+        self._tiny_step, self._tiny_operators = tiny_step, tiny_operators
         self._machine = Machine(torch.device("cpu"), float("inf"), samples=1)
         self._calls: dict[Row, Callable[[], object]] = {}
         self._repeats: dict[Row, int] = {}
@@ -109,7 +122,22 @@ class Rates:
         for section, measure in (("host", host.costs), ("issue", ranks.issue_costs)):
             dist.barrier()
             for measured in measure(self._machine, True):
-                self._took((("section", section), ("what", measured["what"])), measured["duration_ns"])
+                if measured["what"] != "optimizer_operator":  # of AdamW's loop
+                    self._took((("section", section), ("what", measured["what"])), measured["duration_ns"])
+        dist.barrier()
+        self._took((("section", "host"), ("what", "optimizer_operator")), self._tiny_operator_ns())
+
+    def _tiny_operator_ns(self) -> float:
+        """The thread's seconds of CPU, without its waits for other ranks; as long as its CPU is another rank's, too."""
+        square = torch.randn(256, 256)
+        begin = time.perf_counter(), time.thread_time()
+        while time.perf_counter() - begin[0] < SAMPLE_SECONDS:
+            square @ square
+        shared = (time.perf_counter() - begin[0]) / (time.thread_time() - begin[1])
+        dist.barrier()
+        started = time.thread_time()
+        self._tiny_step()
+        return (time.thread_time() - started) * shared * 1e9 / self._tiny_operators
 
     def _took(self, row: Row, duration_ns: float) -> None:
         self._samples.setdefault(row, []).append(duration_ns)

@@ -652,14 +652,14 @@ class Lowering {
       step_.owned[static_cast<std::int32_t>(step_.code.size())] = {exchange.communicator, matrix.owner};
   }
 
-  // Elementwise work on this rank's rows, and copies from or to the pieces.
+  // Elementwise work on this rank's rows, local tensors, and copies from or to the pieces.
   void LowerUpdate(const Instruction& instruction, EngineInstruction& lowered) {
     const OptimizerCost cost = CostOfUpdate(plan_, instruction);
     lowered.op = EngineOp::kWork;
     lowered.work = WorkClass::kCompute;
     lowered.stream = static_cast<std::int8_t>(instruction.stream);
     lowered.duration_ns = copy_costs_.Of(cost.read_bytes, cost.written_bytes);
-    const Nanoseconds issue_ns = OptimizerIssue(cluster_.host) * cost.kernels;
+    const Nanoseconds issue_ns = cluster_.host.operator_issue_ns * cost.kernels;
     (cluster_.host.runs_kernels ? lowered.duration_ns : lowered.host_ns) += issue_ns;
   }
 

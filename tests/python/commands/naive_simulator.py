@@ -923,7 +923,7 @@ def lower(document, costs, alive, index):
                         item.duration, item.host = item.duration + item.host, 0
             elif kind in UPDATES:
                 read, written, kernels = costs.update(instruction)
-                issue = costs.host.get("optimizer_issue_ns", 0) or costs.host.get("operator_issue_ns", 0)
+                issue = costs.host.get("operator_issue_ns", 0)
                 item.host, item.work, item.duration = issue * kernels, "compute", costs.move(read + written)
                 if costs.host.get("runs_kernels"):
                     item.duration, item.host = item.duration + item.host, 0
