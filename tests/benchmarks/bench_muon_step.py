@@ -13,9 +13,9 @@ rank, seconds of CPU of all ranks, and the plan's ratios to the others (below 1:
 more on a machine that others use. Muon steps the matrices of the blocks, `--blocks-each` of them in an exchange: the
 rest is frozen.
 
-Predicted is the optimizer's time of both plans on a cluster that the same ranks measure between the steps, one
-operation at a time (muon_rates.py), and the host's work for DTensor in steps of matrices that compute nothing. Nothing
-is fitted to a step of these.
+Predicted is the optimizer's time of both plans on a cluster that the same ranks measure between the steps
+(muon_rates.py): one operation at a time, and the host's work for DTensor in steps of matrices that compute nothing.
+Nothing is fitted to a step of these.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def muon_gpt() -> nn.Module:
 
 
 def tiny_gpt() -> nn.Module:
-    """As many matrices, which are small."""
+    """The same number of matrices, which are small."""
     return with_matrices_alone(Gpt(dataclasses.replace(CONFIG, vocabulary=64, heads=4, width=64)))
 
 

@@ -9,6 +9,7 @@ predict. A row is the median of all rounds and ranks, as the steps' are.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from shardplan.calibrate import host, ranks
 from shardplan.calibrate.timing import Machine
 
@@ -46,14 +48,24 @@ def traced_operations(trace: dict) -> list[list]:
 
 
 def products(trace: dict) -> list[tuple[str, int, int, int]]:
-    """Each different product (operator, rows, columns, inner dimension) in bfloat16."""
+    """Each different product (operator, rows, columns, inner dimension) in bfloat16. The trace has its FLOPs, 2 m n k,
+    and what it reads, m k + k n elements and with addmm m n. A flat one is not told from a tall one: it is taken as
+    flat. An operand that comes twice is read once: X X^T reads m k, and X + A X reads X and the square A."""
     found = {}
     for step in trace["optimizer_steps"]:
-        rows = min(step["shape"])  # every output has this many: torch transposes a tall matrix
         for event in step["orthogonalize"]:
-            if event[0] == "op" and event[1] in ("aten.mm", "aten.addmm"):
-                outputs = event[6] // torch.bfloat16.itemsize
-                found[event[1], rows, outputs // rows, event[4] // (2 * outputs)] = None
+            if event[0] != "op" or event[1] not in ("aten.mm", "aten.addmm"):
+                continue
+            read, outputs = (amount // torch.bfloat16.itemsize for amount in event[5:7])
+            inner = event[4] // (2 * outputs)
+            sides = (read - (outputs if event[1] == "aten.addmm" else 0)) // inner
+            root = math.isqrt(max(0, sides * sides - 4 * outputs))
+            for rows in ((sides - root) // 2, inner if sides == inner else 0, math.isqrt(outputs)):
+                if rows > 0 and outputs % rows == 0 and (rows + outputs // rows == sides or rows in (sides, inner)):
+                    break
+            else:
+                raise AssertionError(event)
+            found[event[1], rows, outputs // rows, inner] = None
     return list(found)
 
 
@@ -72,14 +84,16 @@ def _product(operator: str, m: int, n: int, k: int) -> Callable[[], object]:
 
 
 def _collective(kind: str, size_bytes: int) -> Callable[[], object]:
+    """The calls of DTensor, and sp.Muon's of an all_to_all."""
+    group = dist.group.WORLD
     whole = torch.zeros(max(1, size_bytes // torch.bfloat16.itemsize), dtype=torch.bfloat16)
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole)
+        return lambda: functional.all_reduce(whole, "sum", group).wait()
     part = whole[: max(1, whole.numel() // dist.get_world_size())].clone()
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part)
+        return lambda: functional.all_gather_tensor(part, 0, group).wait()
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole)
+        return lambda: functional.reduce_scatter_tensor(whole, "sum", 0, group).wait()
     assert kind == "all_to_all", kind
     received = torch.zeros_like(whole)
     return lambda: dist.all_to_all_single(received, whole)
