@@ -14,7 +14,7 @@ more on a machine that others use. Muon steps the matrices of the blocks, `--blo
 rest is frozen.
 
 Predicted is the optimizer's time of both plans on a cluster that the same ranks measure between the steps
-(muon_rates.py): one operation at a time, and the host's work for DTensor in steps of matrices that compute nothing.
+(muon_rates.py), one operation at a time. The host's work for DTensor is that of steps whose matrices compute nothing.
 Nothing is fitted to a step of these.
 """
 
