@@ -555,8 +555,9 @@ Status CheckedModel::OptimizerStep(UnitId only_unit, std::int32_t only_parameter
     if (shard_of_[u] < 0 || (only_unit >= 0 && only_unit != unit)) continue;
     for (std::size_t p = 0; p < versions_[u].size(); ++p) {
       const auto parameter = static_cast<std::int32_t>(p);
-      // A step of all parameters is not of those that an exchange steps.
-      const bool meant = only_parameter < 0 ? !IsExchanged(unit, parameter) : only_parameter == parameter;
+      // A step of all parameters is not of Muon's.
+      const bool meant =
+          only_parameter < 0 ? !plan_.units[u].parameters[p].muon : only_parameter == parameter;
       if (meant) StepParameter(unit, parameter, stream < 0, work);
     }
   }

@@ -424,6 +424,19 @@ void AddOwners(Cases& cases) {
     }
   };
   add("batches", 3, owned, batches);
+  // torch.optim.Muon on DTensors.
+  const auto add_sharded = [&](const std::string& name, std::int64_t replicas, const Cases::Change& change) {
+    cases.Add("fsdp2", "muon_" + name, 2 * replicas, [&](PlanCase& c) {
+      change(c);
+      testing::AddMuon(c.trace, {{2, replicas}});
+      c.strategy.optimizer = {.kind = OptimizerKind::kAdamW,
+                              .muon = Muon{.matrices = {"layers.*.mlp.weight0"}}};
+    });
+  };
+  add_sharded("2", 1, same);
+  add_sharded("bf16", 1, half);
+  add_sharded("hsdp", 2, of_replicas);
+  add_sharded("accumulate", 1, [](PlanCase& c) { c.strategy.program = {Accumulation(2, {}, {})}; });
   const MatrixRule on_all = {.compute = MatrixCompute::kReplicated};
   add("all", 3, {.compute = {on_all}}, half);
   add("all_buckets", 3, {.compute = {on_all}, .buckets = by_block}, same);
