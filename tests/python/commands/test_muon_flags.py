@@ -51,3 +51,12 @@ def test_is_refused(shardplan, trace, words, code, said):
     ranks = 4 if "--mesh" in words else 2
     done = shardplan("plan", trace, "--ranks", ranks, "--unit", "1.*", "-q", "-o", "/dev/null", *words)
     assert done.returncode == code and said in done.stderr, done.stderr
+
+
+def test_export_says_that_fsdp2_has_no_owners(shardplan, trace, tmp_path):
+    plan = tmp_path / "plan.json"
+    planned = shardplan("plan", trace, "--ranks", 2, "--unit", "1.*", "-q", "-o", plan, *OWNED)
+    assert planned.returncode == 0, planned.stderr
+    done = shardplan("export", plan, "--fsdp2", "-q", "-o", tmp_path / "x.py", "--trace", trace)
+    assert done.returncode == 0, done.stderr
+    assert "/strategy/optimizer/muon/compute: ranks that have matrices whole" in done.stdout, done.stdout
