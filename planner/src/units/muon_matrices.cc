@@ -83,16 +83,15 @@ Status CheckRules(const Trace& trace, const Muon& muon) {
   return {};
 }
 
+// Each pattern is of a parameter that trains and that Muon steps; `otherwise`: the error's message.
 Status CheckSteps(const Trace& trace, const Optimizer& optimizer, const std::vector<std::string>& patterns,
-                  const std::string& pointer) {
+                  const std::string& pointer, const char* otherwise, const char* expected) {
   for (std::size_t p = 0; p < patterns.size(); ++p) {
     const bool steps = std::ranges::any_of(trace.parameters, [&](const Parameter& parameter) {
       return parameter.requires_grad && MatchesAny({patterns[p]}, parameter.fqn, parameter.shared_with) &&
              MuonSteps(optimizer, parameter.fqn, parameter.shared_with);
     });
-    if (!steps)
-      return MakeInputError(fmt::format("{}/{}", pointer, p), "no matrix that Muon steps has this name",
-                            patterns[p], "FQNs or patterns of Muon's matrices");
+    if (!steps) return MakeInputError(fmt::format("{}/{}", pointer, p), otherwise, patterns[p], expected);
   }
   return {};
 }
@@ -100,13 +99,16 @@ Status CheckSteps(const Trace& trace, const Optimizer& optimizer, const std::vec
 // Each pattern of a rule or a bucket is of a matrix that Muon steps.
 Status CheckPatterns(const Trace& trace, const Optimizer& optimizer) {
   const Muon& muon = *optimizer.muon;
+  const auto check = [&](const std::vector<std::string>& patterns, const std::string& pointer) {
+    return CheckSteps(trace, optimizer, patterns, pointer, "no matrix that Muon steps has this name",
+                      "FQNs or patterns of Muon's matrices");
+  };
   for (std::size_t r = 0; r < muon.compute.size(); ++r) {
     const std::string pointer = fmt::format("/optimizer/muon/compute/{}/parameters", r);
-    if (Status s = CheckSteps(trace, optimizer, muon.compute[r].parameters, pointer); !s) return s;
+    if (Status s = check(muon.compute[r].parameters, pointer); !s) return s;
   }
   for (std::size_t b = 0; b < muon.buckets.size(); ++b) {
-    const std::string pointer = fmt::format("/optimizer/muon/buckets/{}", b);
-    if (Status s = CheckSteps(trace, optimizer, muon.buckets[b], pointer); !s) return s;
+    if (Status s = check(muon.buckets[b], fmt::format("/optimizer/muon/buckets/{}", b)); !s) return s;
   }
   return {};
 }
@@ -133,16 +135,10 @@ Result<Strategy> WithMuonMatrices(const Trace& trace, Strategy strategy) {
     };
     if (Status s = ForEachMatch(trace, muon.matrices, "/optimizer/muon/matrices", take); !s)
       return std::unexpected(std::move(s.error()));
-    for (std::size_t p = 0; p < muon.matrices.size(); ++p) {
-      const bool trains = std::ranges::any_of(trace.parameters, [&](const Parameter& parameter) {
-        return parameter.requires_grad &&
-               MatchesAny({muon.matrices[p]}, parameter.fqn, parameter.shared_with);
-      });
-      if (!trains)
-        return MakeInputError(fmt::format("/optimizer/muon/matrices/{}", p),
-                              "no parameter of this name trains", muon.matrices[p],
-                              "a parameter with a gradient");
-    }
+    if (Status s = CheckSteps(trace, strategy.optimizer, muon.matrices, "/optimizer/muon/matrices",
+                              "no parameter of this name trains", "a parameter with a gradient");
+        !s)
+      return std::unexpected(std::move(s.error()));
     if (Status s = CheckPatterns(trace, strategy.optimizer); !s) return std::unexpected(std::move(s.error()));
     return strategy;
   }
